@@ -1,0 +1,38 @@
+"""Whose line is running: the nearest stack frame that is neither torch's nor segue's."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+_SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_ALSO = ("<frozen ", "contextlib.py")
+
+
+def caller() -> str:
+    """``file.py:12 in forward`` of the nearest user frame. A frame walk, because ``traceback`` costs 300 us."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_SKIPPED) and not name.startswith(_ALSO[0]) and not name.endswith(_ALSO[1]):
+            return f"{_short(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "an unknown place"
+
+
+def of(fn: Any) -> str:
+    """``name (file.py:12)`` of a function, method, partial or callable object."""
+    inner = getattr(fn, "func", fn)
+    name = getattr(inner, "__qualname__", None) or type(fn).__qualname__
+    code = getattr(inner, "__code__", None)
+    if not isinstance(code, CodeType):
+        code = getattr(getattr(type(fn), "__call__", None), "__code__", None)
+    return f"{name} ({_short(code.co_filename)}:{code.co_firstlineno})" if isinstance(code, CodeType) else str(name)
+
+
+def _short(path: str) -> str:
+    return os.sep.join(path.split(os.sep)[-2:])

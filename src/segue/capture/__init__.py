@@ -1,0 +1,31 @@
+"""Capturing a forward as segments and breaks, and replaying it."""
+
+from segue.capture.breaks import break_here, break_point
+from segue.capture.padding import scrub_padding_tail, slice_to_real_tokens
+from segue.capture.session import BreakableCapture
+from segue.capture.state import (
+    active_forward,
+    capture_phase,
+    current_forward_ctx,
+    current_valid_rows,
+    is_breakable_capture_active,
+    reference_frame,
+)
+from segue.capture.watch import External
+from segue.capture.weak import weak_ref_tensor
+
+__all__ = [
+    "BreakableCapture",
+    "External",
+    "active_forward",
+    "break_here",
+    "break_point",
+    "capture_phase",
+    "current_forward_ctx",
+    "current_valid_rows",
+    "is_breakable_capture_active",
+    "reference_frame",
+    "scrub_padding_tail",
+    "slice_to_real_tokens",
+    "weak_ref_tensor",
+]

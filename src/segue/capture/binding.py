@@ -1,0 +1,150 @@
+"""A break's arguments, bound once at capture and asked for at every replay.
+
+What is fixed is bound as a value. What lives in the context is bound as a path and read from the live context. Memory of the
+graph pool is bound weakly, so that its block goes back to the pool when the forward lets go of it; the order of a replay is
+the order of the capture, so it holds the right values when its break runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue.capture.context import ContextMap, getter, is_plain, show
+from segue.capture.state import state
+from segue.capture.structure import parts_of, with_children
+from segue.capture.weak import weak_ref_tensor
+from segue.devices import Pool
+from segue.errors import CaptureError
+
+Make = Callable[[], Any]  # gives an argument's value for the forward that is running
+
+
+class Bound:
+    """The arguments of one break. ``values()`` gives them for the running forward.
+
+    Raises:
+        CaptureError: an argument is a mutable object that the context doesn't hold, so a replay could only freeze it.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        pool: Pool,
+        trim: Mapping[str, int],
+        receiver: bool,
+        where: str,
+    ) -> None:
+        self._pool, self._trim, self._where = pool, trim, where
+        self._map = ContextMap(state.ctx)
+        self.plain: dict[str, Any] = {}  # what Python decided at capture, for `check`
+        self.context_tensors: dict[str, tuple[Callable[[Any], Any], Tensor]] = {}  # ctx tensors whose views were bound by address
+        self._args: list[Any] = []
+        self._kwargs: dict[str, Any] = {}
+        self._live: list[tuple[Any, Any, Make]] = []  # (container, key, make)
+        for i, value in enumerate(args):
+            name = names[i] if i < len(names) else f"argument {i}"
+            self._args.append(None)
+            self._place(self._args, i, name, value, held=receiver and i == 0)
+        for name, value in kwargs.items():
+            self._place(self._kwargs, name, name, value, held=False)
+        del self._map
+        self._tuple = tuple(self._args)
+
+    def values(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments for the running forward, without the dead ones of the capture."""
+        if not self._live:
+            return self._tuple, self._kwargs
+        for container, key, make in self._live:
+            container[key] = make()
+        return tuple(self._args), self._kwargs
+
+    def _place(self, container: Any, key: Any, name: str, value: Any, held: bool) -> None:
+        fixed, made = (True, value) if held else self._bind(name, value)
+        dim = self._trim.get(name)
+        if dim is not None and isinstance(value, Tensor):
+            fixed, made = False, _trimmed(made, dim) if fixed else _trimmed_live(made, dim)
+        if fixed:
+            container[key] = made
+        else:
+            self._live.append((container, key, made))
+
+    def _bind(self, name: str, value: Any) -> tuple[bool, Any]:
+        """``(True, value)`` for what never changes, ``(False, make)`` for what is asked for at each replay."""
+        if (path := self._map.find(value)) is not None:
+            get = getter(path)
+            return False, lambda: _read(get, path, name, self._where)
+        if isinstance(value, Tensor):
+            return True, self._tensor(value)
+        if is_plain(value):
+            self.plain[name] = value
+            return True, value
+        if isinstance(value, torch.nn.Module):
+            return True, value
+        return self._container(name, value)
+
+    def _tensor(self, t: Tensor) -> Tensor:
+        if t.layout is not torch.strided or not t.untyped_storage().nbytes():
+            return t
+        if self._pool.owns(t):
+            return weak_ref_tensor(t)
+        if (path := self._map.find_memory(t)) is not None:
+            self.context_tensors[show(path)] = getter(path), t
+        return t
+
+    def _container(self, name: str, value: Any) -> tuple[bool, Any]:
+        if isinstance(value, slice):
+            return True, value
+        parts = parts_of(value)
+        if parts is not None:
+            children = [self._bind(f"{name}[{key!r}]", child) for key, child in parts]
+            shell = with_children(value, [None] * len(parts))
+            if isinstance(value, tuple) and all(fixed for fixed, _ in children):
+                return True, with_children(shell, [child for _, child in children])
+            return False, lambda: with_children(shell, [c if fixed else c() for fixed, c in children])
+        raise CaptureError(
+            f"{self._where}: argument {name!r} is a {type(value).__qualname__}, an object that may change and that the live "
+            "context doesn't hold; a replay would go on using this one. Put it on the context given to active_forward() "
+            "(two levels deep is found), read it inside the break, or pass its tensors and numbers."
+        )
+
+
+def _read(get: Callable[[Any], Any], path: Any, name: str, where: str) -> Any:
+    try:
+        return get(state.ctx)
+    except (AttributeError, KeyError, IndexError, TypeError) as e:
+        raise CaptureError(
+            f"{where}: argument {name!r} was {show(path)} at capture, and this forward's context "
+            f"({type(state.ctx).__qualname__}) has nothing there. Give every forward a context of the same shape."
+        ) from e
+
+
+def _trimmed(t: Tensor, dim: int) -> Make:
+    """The valid rows of a fixed tensor. The views are kept, because making one costs 2 us."""
+    views: dict[int | None, Tensor] = {}
+
+    def cut() -> Tensor:
+        n = state.valid
+        view = views.get(n)
+        if view is None:
+            if len(views) >= 64:
+                views.clear()
+            view = views[n] = cut_rows(t, n, dim)
+        return view
+
+    return cut
+
+
+def _trimmed_live(make: Make, dim: int) -> Make:
+    return lambda: cut_rows(make(), state.valid, dim)
+
+
+def cut_rows(t: Any, n: int | None, dim: int) -> Any:
+    """The first ``n`` rows of ``t`` along ``dim``, or ``t`` as it is when it has no more."""
+    return t if n is None or t is None or n >= t.shape[dim] else t.narrow(dim, 0, n)

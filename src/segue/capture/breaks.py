@@ -1,0 +1,279 @@
+"""Break points: functions that run eagerly between two segments, and plainly everywhere else."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from segue import _torch, _where
+from segue.capture.binding import Bound, cut_rows
+from segue.capture.context import ContextMap, getter, is_plain, show
+from segue.capture.handoff import Allocate, Handoff, first_result, token_dimension
+from segue.capture.state import state
+from segue.capture.structure import OnLeaf, StructureChanged, Take, leaves, settle
+from segue.devices import Pool
+from segue.errors import CaptureError, ReplayError, UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def break_point(fn: Callable[P, R]) -> Callable[P, R]: ...
+@overload
+def break_point(
+    *, trim: Sequence[str] | Mapping[str, int] = (), token_dim: Any = 0, out: str | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def break_point(
+    fn: Callable[P, R] | None = None,
+    *,
+    trim: Sequence[str] | Mapping[str, int] = (),
+    token_dim: Any = 0,
+    out: str | None = None,
+) -> Any:
+    """Make a function a break: during a capture it ends the segment, runs eagerly with live context, and hands its results on.
+
+    Outside a capture the decorated function is a plain call.
+
+    Args:
+        trim: names of arguments that arrive as their valid rows, cut along dimension 0; as a mapping, name to dimension.
+        token_dim: the dimension of the result that has one row a token: a value, or one per output (by position, key or
+            field); None where there is none. Rows past the valid ones are cleared before the next segment reads them.
+        out: name of an argument that the caller allocates and the function fills. It is the result; nothing is copied.
+
+    Raises:
+        UsageError: a name that the function doesn't have.
+    """
+    if fn is None:
+        return lambda f: break_point(f, trim=trim, token_dim=token_dim, out=out)  # type: ignore[call-overload]
+    spec = BreakSpec(fn, trim if isinstance(trim, Mapping) else dict.fromkeys(trim, 0), token_dim, out)
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _torch.outside_compiled(spec.call, args, kwargs)
+        return spec.call(args, kwargs)
+
+    return wrapper
+
+
+def break_here(fn: Callable[..., Any], dst: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run ``fn(*args, **kwargs)`` as a break whose result is copied into ``dst`` (a tensor or a structure of them), and return ``dst``.
+
+    ``fn`` may fill ``dst`` itself and return None. Rows of the result may be fewer than those of ``dst``; the others are zeroed.
+    """
+    return BreakSpec(fn, {}, 0, None).call(args, kwargs, into=dst)
+
+
+class BreakSpec:
+    """What is known of a break point before it is met: the function and its options."""
+
+    def __init__(self, fn: Callable[..., Any], trim: Mapping[str, int], token_dim: Any, out: str | None) -> None:
+        self.fn, self.trim, self.token_dim, self.out = fn, dict(trim), token_dim, out
+        self.label = _where.of(fn)
+        self.names = _parameter_names(fn)
+        self.receiver = self.names[:1] in (["self"], ["cls"])
+        for name in (*self.trim, *((out,) if out else ())):
+            if self.names and name not in self.names:
+                raise UsageError(f"break_point: {self.label} has no argument {name!r}; it has {', '.join(self.names)}")
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any = None) -> Any:
+        if state.phase == "segment" and state.capture is not None:
+            return state.capture.run_break(self, args, kwargs, into)
+        if state.reference and not state.inside_break:
+            return self._reference(args, kwargs, into)
+        result = self.fn(*args, **kwargs)
+        destination = self.destination(args, kwargs, into)
+        if into is not None and result is not None and result is not into:
+            _fill(into, result, self.label)
+        return result if destination is None else destination
+
+    def destination(self, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
+        """The memory that the caller gave for the result, if it gave some."""
+        return into if self.out is None else self._argument(self.out, args, kwargs)
+
+    def trimmed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, those under ``trim`` cut to the valid rows of the running forward."""
+        if not self.trim or state.valid is None:
+            return args, kwargs
+        cut = [cut_rows(v, state.valid, self.trim[k]) if k in self.trim else v for k, v in zip(self.names, args, strict=False)]
+        return (*cut, *args[len(cut) :]), {
+            k: cut_rows(v, state.valid, self.trim[k]) if k in self.trim else v for k, v in kwargs.items()
+        }
+
+    def _argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in kwargs:
+            return kwargs[name]
+        at = self.names.index(name)
+        if at >= len(args) or args[at] is None:
+            raise UsageError(f"break {self.label}: out={name!r} names an argument that the call doesn't give")
+        return args[at]
+
+    def _reference(self, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
+        return Break(self, args, kwargs, into, pool=None, where=f"break {self.label} in the reference").first_run()
+
+
+class Break:
+    """One break in a program: bound arguments and hand-offs. ``run`` is what a replay calls."""
+
+    def __init__(
+        self, spec: BreakSpec, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any, *, pool: Pool | None, where: str
+    ) -> None:
+        self.spec, self.where, self._pool, self._fn = spec, where, pool, spec.fn
+        self._first = (args, kwargs, into)
+        self._bound = None if pool is None else Bound(
+            spec.names, args, kwargs, pool=pool, trim=spec.trim, receiver=spec.receiver, where=where
+        )  # fmt: skip
+        self._take: Take = _ignore
+        self._clears: list[Handoff] = []  # of memory that the caller gave, which the function may fill itself
+
+    @property
+    def bound(self) -> Bound:
+        assert self._bound is not None
+        return self._bound
+
+    def run(self) -> None:
+        """Run the function on the live values and take its results. ``state`` says which rows are valid."""
+        args, kwargs = self.bound.values()
+        self._accept(self._fn(*args, **kwargs))
+
+    def first_run(self) -> Any:
+        """Run the function at capture, or in the reference, and return what the forward goes on with."""
+        args, kwargs, into = self._first
+        del self._first
+        state.inside_break, state.asked_rows = True, False
+        try:
+            with torch.no_grad():
+                cut_args, cut_kwargs = self.spec.trimmed(args, kwargs)
+                result = self._fn(*cut_args, **cut_kwargs)
+                destination = self.spec.destination(args, kwargs, into)
+                if destination is None:
+                    return self._settle(result, [*args, *kwargs.values()], bool(self.spec.trim) or state.asked_rows)
+                self._settle_into(destination, result)
+                return destination
+        finally:
+            state.inside_break = False
+
+    def _accept(self, result: Any) -> None:
+        if self._clears and (result is None or self.spec.out is not None):
+            for handoff in self._clears:
+                handoff.clear(state.valid)
+            return
+        try:
+            self._take(result)
+        except StructureChanged as e:
+            raise ReplayError(
+                f"{self.where}: {e.path} is {e.found}, but at capture it was {e.expected}. A break must return the same "
+                "structure at every replay."
+            ) from None
+
+    def _settle(self, result: Any, arguments: list[Any], cuts_rows: bool) -> Any:
+        memory = {_torch.storage_key(t) for t in _tensors(arguments)}
+        allocate: Allocate = _like_eager(arguments, result) if self._pool is None else self._pool.empty
+        contexts = ContextMap(state.ctx)
+        seen: dict[int, Tensor] = {}
+
+        def on_leaf(value: Any, path: str, token_dim: int | None) -> tuple[Take, Any]:
+            if not isinstance(value, Tensor):
+                return self._same(path, value, contexts), value
+            if id(value) in seen:
+                return _ignore, seen[id(value)]
+            seen[id(value)], handoff = first_result(
+                value, token_dim, rows=state.rows, valid=state.valid, cuts_rows=cuts_rows,
+                argument_memory=value.layout is torch.strided and _torch.storage_key(value) in memory,
+                allocate=allocate, path=path, where=self.where,
+            )  # fmt: skip
+            self._weaken(handoff)
+            return handoff.accept, seen[id(value)]
+
+        self._take, settled = self._walk(result, on_leaf, lambda v: contexts.find(v) is not None)
+        return settled
+
+    def _settle_into(self, destination: Any, result: Any) -> None:
+        def on_leaf(t: Any, path: str, token_dim: int | None) -> tuple[Take, Any]:
+            if not isinstance(t, Tensor):
+                raise UsageError(f"{self.where}: the destination has a {type(t).__qualname__} at {path}, not a tensor")
+            dim = token_dimension(t, token_dim)
+            if dim is not None and state.rows is not None and t.shape[dim] != state.rows:
+                dim = None
+            self._clears.append(Handoff(t, dim, path, self.where))
+            return self._clears[-1].accept, t
+
+        self._take, _ = self._walk(destination, on_leaf, lambda _: False)
+        self._accept(result)
+        for handoff in self._clears:
+            self._weaken(handoff)
+
+    def _weaken(self, handoff: Handoff) -> None:
+        if self._pool is not None and self._pool.owns(handoff.buffer):
+            handoff.weaken()
+
+    def _walk(self, value: Any, on_leaf: OnLeaf, opaque: Callable[[Any], bool]) -> tuple[Take, Any]:
+        try:
+            return settle(value, self.spec.token_dim, on_leaf, opaque)
+        except ValueError as e:
+            raise UsageError(f"{self.where}: {e}") from None
+
+    def _same(self, place: str, value: Any, contexts: ContextMap) -> Take:
+        """A check that a value which isn't a tensor is at every replay what it was at capture."""
+        path = contexts.find(value)
+        if path is None and not is_plain(value):
+            raise CaptureError(
+                f"{self.where}: {place} is a {type(value).__qualname__}, which the forward would go on using as it was at "
+                "capture. Return tensors, plain values, or objects that the live context holds."
+            )
+        get = getter(path) if path is not None else None
+        what = repr(value) if path is None else show(path)
+
+        def check(now: Any) -> None:
+            then = value if get is None else get(state.ctx)
+            if not (now is then or (is_plain(now) and type(now) is type(then) and now == then)):
+                raise ReplayError(
+                    f"{self.where}: {place} is {now!r} and was {what} at capture. The segments after it were recorded for "
+                    "that value; return it as a tensor, or make the break cover what depends on it."
+                )
+
+        return check
+
+
+def _ignore(_: Any) -> None:
+    return None
+
+
+def _fill(into: Any, result: Any, label: str) -> None:
+    def on_leaf(t: Any, path: str, _: int | None) -> tuple[Take, Any]:
+        return t.copy_, t
+
+    with torch.no_grad():
+        try:
+            settle(into, None, on_leaf, lambda _: False)[0](result)
+        except StructureChanged as e:
+            raise UsageError(f"break {label}: {e.path} is {e.found}; its destination is {e.expected}") from None
+
+
+def _like_eager(arguments: list[Any], result: Any) -> Allocate:
+    device = next((t.device for t in _tensors([result, *arguments])), torch.device("cpu"))
+
+    def allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    return allocate
+
+
+def _tensors(values: list[Any]) -> list[Tensor]:
+    return [v for v in leaves(values) if isinstance(v, Tensor) and v.layout is torch.strided]
+
+
+def _parameter_names(fn: Callable[..., Any]) -> list[str]:
+    target = fn.forward if isinstance(fn, torch.nn.Module) else fn
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in positional] + [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]

@@ -1,0 +1,92 @@
+"""Paths from the live context to the objects it holds, so that what came from one forward's context is read from the next's."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue import _torch
+
+Step = tuple[str, Any]  # ("attr", name) or ("item", key)
+Path = tuple[Step, ...]
+
+PLAIN = (
+    bool, int, float, complex, str, bytes, enum.Enum, range, torch.dtype, torch.device, torch.layout, torch.memory_format,
+    torch.Size,
+)  # fmt: skip
+_FROZEN = (*PLAIN, type, FunctionType, BuiltinFunctionType, ModuleType)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether ``value`` is one that a capture may freeze: an immutable scalar, or code."""
+    return value is None or isinstance(value, _FROZEN)
+
+
+def show(path: Path) -> str:
+    """``ctx.meta['slots']``."""
+    return "ctx" + "".join(f".{key}" if kind == "attr" else f"[{key!r}]" for kind, key in path)
+
+
+def getter(path: Path) -> Callable[[Any], Any]:
+    """A function from a context to what lies at ``path`` of it."""
+
+    def get(ctx: Any) -> Any:
+        for kind, key in path:
+            ctx = getattr(ctx, key) if kind == "attr" else ctx[key]
+        return ctx
+
+    return get
+
+
+class ContextMap:
+    """Where each object within two levels of a context is to be found, by identity."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._paths: dict[int, Path] = {}
+        self._storages: dict[int, Path] = {}
+        self._keep: list[Any] = []  # ids stay taken while the map lives
+        if ctx is not None:
+            self._add(ctx, (), 2)
+
+    def find(self, value: Any) -> Path | None:
+        """The path to ``value``, if it is the context or an object within two levels of it. Plain values have none."""
+        return None if is_plain(value) else self._paths.get(id(value))
+
+    def find_memory(self, t: Tensor) -> Path | None:
+        """The path to a tensor of the context that shares ``t``'s storage."""
+        return self._storages.get(_torch.storage_key(t)) if self._storages else None
+
+    def _add(self, value: Any, path: Path, depth: int) -> None:
+        if is_plain(value) or id(value) in self._paths:
+            return
+        self._paths[id(value)] = path
+        self._keep.append(value)
+        if isinstance(value, Tensor):
+            if value.layout is torch.strided:
+                self._storages.setdefault(_torch.storage_key(value), path)
+        elif depth:
+            for step, child in children(value):
+                self._add(child, (*path, step), depth - 1)
+
+
+def children(value: Any) -> Iterator[tuple[Step, Any]]:
+    """The attributes and items of an object, with the step that leads to each."""
+    if isinstance(value, Mapping):
+        yield from ((("item", key), child) for key, child in list(value.items()))
+    elif isinstance(value, list | tuple):
+        yield from ((("item", i), child) for i, child in enumerate(value))
+    names = dict.fromkeys(getattr(value, "__dict__", ()))
+    if dataclasses.is_dataclass(value):
+        names.update(dict.fromkeys(f.name for f in dataclasses.fields(value)))
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        names.update(dict.fromkeys((slots,) if isinstance(slots, str) else slots))
+    for name in names:
+        if hasattr(value, name):
+            yield ("attr", name), getattr(value, name)

@@ -1,0 +1,31 @@
+"""What a capture must keep still while it lasts, put back whatever happens."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+one_capture = threading.Lock()  # compile stance, gc and "capturing" are process-wide, so captures take turns
+
+
+@contextmanager
+def still() -> Iterator[None]:
+    """Hold off the garbage collector and autocast's weight cache.
+
+    A collection can destroy another graph, which CUDA refuses while one is recorded (pytorch#161037). A cached cast of a
+    weight would be recorded once and read by later graphs after its memory has gone (pytorch#71631).
+    """
+    collecting, caching = gc.isenabled(), torch.is_autocast_cache_enabled()
+    gc.disable()
+    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(caching)
+        if collecting:
+            gc.enable()

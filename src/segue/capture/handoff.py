@@ -1,0 +1,159 @@
+"""Hand-offs: a break's results at fixed addresses, checked, copied and cleared of stale rows whenever the break has run.
+
+A result that is memory of an argument stays that memory, as in eager. Everything else is copied into a block of the graph
+pool, because the next segment can only read where it was told to at capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue.capture.binding import cut_rows
+from segue.capture.state import state
+from segue.capture.weak import weak_ref_tensor
+from segue.errors import CaptureError, ReplayError
+
+Allocate = Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]
+
+
+class Handoff:
+    """One tensor of a break's result.
+
+    Args:
+        buffer: the memory that later segments read; of full size along ``dim``.
+        dim: its token dimension, or None: then the result must have exactly the captured shape.
+        exact: whether a result must have all rows or the valid ones, nothing between: set where a size that happened to be
+            the number of valid rows was taken for the token dimension.
+    """
+
+    __slots__ = ("_dtype", "_exact", "_pointer", "_shape", "_views", "buffer", "dim", "full", "path", "where")
+
+    def __init__(self, buffer: Tensor, dim: int | None, path: str, where: str, exact: bool = False) -> None:
+        self.buffer, self.dim, self.path, self.where = buffer, dim, path, where
+        self.full = buffer.shape[dim] if dim is not None else 0
+        self._shape, self._dtype, self._pointer = buffer.shape, buffer.dtype, buffer.data_ptr()
+        self._exact = exact
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def accept(self, t: Any) -> None:
+        """Take what the break returned: check it, copy it unless it is this memory, clear the rows past the real ones.
+
+        Raises:
+            ReplayError: not a tensor of the captured dtype, device and shape (rows may be fewer).
+        """
+        if not isinstance(t, Tensor) or t.dtype is not self._dtype or t.device != self.buffer.device:
+            raise self._changed(t)
+        got, valid = self.full, state.valid
+        if t.shape == self._shape:
+            if t.data_ptr() != self._pointer or t.stride() != self.buffer.stride():
+                self.buffer.copy_(t)
+        else:
+            got = self._check_rows(t, valid)
+            self._cut(got)[0].copy_(t)
+        self.clear(got if valid is None or got < valid else valid)
+
+    def weaken(self) -> None:
+        """Let go of the memory: the pool keeps it, and gives it to others in the order of the capture."""
+        self.buffer = weak_ref_tensor(self.buffer)
+        self._views.clear()
+
+    def clear(self, rows: int | None) -> None:
+        """Zero the rows from ``rows`` on. None, or a result without a token dimension: nothing to clear."""
+        if self.dim is not None and rows is not None and rows < self.full:
+            self._cut(rows)[1].zero_()
+
+    def _cut(self, n: int) -> tuple[Tensor, Tensor]:
+        views = self._views.get(n)
+        if views is None:
+            if len(self._views) >= 64:
+                self._views.clear()
+            assert self.dim is not None
+            views = self.buffer.narrow(self.dim, 0, n), self.buffer.narrow(self.dim, n, self.full - n)
+            self._views[n] = views
+        return views
+
+    def _check_rows(self, t: Tensor, valid: int | None) -> int:
+        dim = self.dim
+        if dim is None or t.dim() != len(self._shape):
+            raise self._changed(t)
+        rows = t.shape[dim]
+        if rows > self.full or any(a != b for i, (a, b) in enumerate(zip(t.shape, self._shape, strict=True)) if i != dim):
+            raise self._changed(t)
+        if self._exact and rows != valid:
+            raise ReplayError(
+                f"{self.where}: {self.path} has {rows} rows where {valid} are valid. At capture its size was the number of "
+                f"valid rows, so it was taken to have one row a token; if it hasn't, say break_point(token_dim=None)."
+            )
+        return rows
+
+    def _changed(self, t: Any) -> ReplayError:
+        now = f"{t.dtype} {tuple(t.shape)} on {t.device}" if isinstance(t, Tensor) else f"a {type(t).__qualname__}"
+        return ReplayError(
+            f"{self.where}: {self.path} is {now}, but at capture it was {self._dtype} {tuple(self._shape)} on "
+            f"{self.buffer.device}, and the next segment reads exactly that. A break must return the same structure, dtype "
+            "and shape at every replay; only rows along its token dimension may be fewer."
+        )
+
+
+def first_result(
+    t: Tensor,
+    token_dim: int | None,
+    *,
+    rows: int | None,
+    valid: int | None,
+    cuts_rows: bool,
+    argument_memory: bool,
+    allocate: Allocate,
+    path: str,
+    where: str,
+) -> tuple[Tensor, Handoff]:
+    """Settle a tensor that a break returned at capture or in the reference: what the forward goes on with, and its hand-off.
+
+    The hand-off keeps the memory alive; a capture replaces its buffer by a weak view.
+    """
+    if t.layout is not torch.strided:
+        raise CaptureError(f"{where}: {path} is a {t.layout} tensor; a hand-off must be strided. Return its parts.")
+    dim = token_dimension(t, token_dim)
+    padded_up = (
+        dim is not None
+        and rows is not None
+        and valid is not None
+        and t.shape[dim] == valid < rows
+        and (cuts_rows or valid != 1)
+    )
+    if dim is not None and rows is not None and not padded_up and t.shape[dim] != rows:
+        dim = None
+    if argument_memory and not padded_up:
+        kept = t
+    else:
+        shape = list(t.shape)
+        if padded_up and dim is not None and rows is not None:
+            shape[dim] = rows
+        kept = allocate(shape, _strides(t, shape), t.dtype)
+        (cut_rows(kept, valid, dim) if padded_up and dim is not None else kept).copy_(t)
+    handoff = Handoff(kept, dim, path, where, exact=padded_up and not cuts_rows)
+    handoff.clear(valid)
+    return kept, handoff
+
+
+def token_dimension(t: Tensor, dim: int | None) -> int | None:
+    """``dim`` as a non-negative dimension of ``t``, or None if it has no such dimension."""
+    if dim is None or not -t.dim() <= dim < t.dim():
+        return None
+    return dim % t.dim()
+
+
+def _strides(t: Tensor, shape: Sequence[int]) -> Sequence[int]:
+    """Strides for ``shape`` in the memory order of ``t``: later kernels choose by it, and bits depend on the choice."""
+    if tuple(shape) == tuple(t.shape) and torch.ops.aten.is_non_overlapping_and_dense.default(t):
+        return t.stride()
+    order = sorted(range(t.dim()), key=lambda d: (t.stride(d), -d))
+    strides, step = [0] * t.dim(), 1
+    for d in order:
+        strides[d] = step
+        step *= max(1, shape[d])
+    return strides

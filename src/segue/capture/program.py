@@ -1,0 +1,64 @@
+"""A captured forward as a flat program: segments and breaks, in the order of the capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from segue import _torch
+from segue.capture.breaks import Break
+from segue.capture.state import state
+from segue.devices import Pool, Segment
+from segue.errors import UsageError
+
+Step = Segment | Break
+
+
+class Program:
+    """Runs the steps of one capture. Holds its segments and hand-offs, and no reference to the capture itself."""
+
+    def __init__(self, steps: list[Step], pool: Pool, rows: int | None, name: str, inference: bool) -> None:
+        self._pool, self._rows, self._name, self._inference = pool, rows, name, inference
+        self.callables: list[Callable[[], None]] = [self._alone(s) if isinstance(s, Break) else s.launch for s in steps]
+        self._steps: tuple[Callable[[], None], ...] = tuple(
+            s.run if isinstance(s, Break) else s.launch for s in steps if isinstance(s, Break) or not s.empty
+        )
+
+    def run(self, valid_rows: int | None) -> None:
+        """Launch the segments and run the breaks between them, of which ``valid_rows`` rows are real."""
+        if valid_rows is not None and not 0 <= valid_rows <= (valid_rows if self._rows is None else self._rows):
+            raise UsageError(f"{self._name}: valid_rows={valid_rows} is not between 0 and its {self._rows} rows")
+        self._within(self._steps, valid_rows)
+
+    def _within(self, steps: tuple[Callable[[], None], ...], valid_rows: int | None) -> None:
+        s, pool = state, self._pool
+        if s.pool is pool:
+            raise UsageError(
+                f"{self._name} was replayed inside a forward of the same pool, whose memory it would overwrite. "
+                "Give one of the two a pool of its own."
+            )
+        before = (s.pool, s.rows, s.valid, s.inside_break, s.reference, s.phase)
+        with pool.turn():
+            s.pool, s.rows, s.valid, s.inside_break, s.reference, s.phase = pool, self._rows, valid_rows, True, False, None
+            try:
+                if self._inference and not torch.is_inference_mode_enabled():
+                    guard = _torch.inference_guard(True)
+                    for step in steps:
+                        step()
+                    del guard
+                elif torch.is_grad_enabled():
+                    with torch.no_grad():
+                        for step in steps:
+                            step()
+                else:
+                    for step in steps:
+                        step()
+            finally:
+                s.pool, s.rows, s.valid, s.inside_break, s.reference, s.phase = before
+
+    def _alone(self, step: Break) -> Callable[[], None]:
+        def run_break() -> None:
+            self._within((step.run,), None)
+
+        return run_break

@@ -1,0 +1,243 @@
+"""The capture itself: a transaction that ends with a whole program, or as if it had never been."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from segue import _where, devices
+from segue.capture.breaks import Break, BreakSpec
+from segue.capture.guards import one_capture, still
+from segue.capture.program import Program, Step
+from segue.capture.state import state
+from segue.capture.watch import External, OnWrite, Watch
+from segue.devices import Device, Pool, Segment
+from segue.errors import ReplayError, UsageError
+
+
+class BreakableCapture:
+    """Capture what runs inside ``with`` as CUDA graphs, broken where a :func:`~segue.break_point` runs eagerly.
+
+    The capture is a real first forward: each segment is launched as soon as it is recorded, so breaks see real values and
+    what the block computes is the answer. Afterwards :meth:`replay` runs it again on the memory it was recorded on.
+
+    Args:
+        rows: the bucket: an output of a break with this size along its token dimension is token-shaped, and its rows past
+            the valid ones are zeroed at every replay. None: dimension 0 of every hand-off.
+        pool: a pool of ``device``; by default the one that all captures on it share.
+        stream: the stream to capture on; by default one that all captures share and nobody else has.
+        device: ``"emulator"`` or what ``torch.device`` takes; by default CUDA where there is one.
+        valid_rows: how many rows are real in the forward being captured; by default all.
+        name: what errors call this capture.
+        on_write: called with each external tensor before the first op of a segment that writes it is recorded.
+    """
+
+    def __init__(
+        self,
+        rows: int | None = None,
+        pool: Pool | None = None,
+        stream: Any = None,
+        device: str | torch.device | Device | None = None,
+        *,
+        valid_rows: int | None = None,
+        name: str | None = None,
+        on_write: OnWrite | None = None,
+    ) -> None:
+        self.device: Device = pool.device if pool is not None and device is None else devices.resolve(device)
+        self.pool: Pool = pool if pool is not None else self.device.default_pool()
+        self.stream: Any = stream if stream is not None else self.device.default_stream()
+        self.rows, self.valid_rows = rows, valid_rows
+        self.name = name or ("capture" if rows is None else f"capture of {rows} rows")
+        self._status = "new"
+        self._steps: list[Step] = []
+        self._graphs: list[Segment] = []
+        self._watch = Watch(self.pool, on_write)
+        self._program: Program | None = None
+        self._error: BaseException | None = None  # the first one of this capture, while it lasts
+        self._failure = ""
+        self._scope = ExitStack()
+        self._retire: Callable[[], object] = lambda: None
+
+    @staticmethod
+    def current() -> BreakableCapture | None:
+        """The capture whose ``with`` this thread is in, or None."""
+        return state.capture
+
+    @property
+    def segments(self) -> list[Callable[[], None]]:
+        """The flat program: zero-argument callables, graphs and breaks alternating, a graph first and last."""
+        return [] if self._program is None else list(self._program.callables)
+
+    @property
+    def num_segments(self) -> int:
+        """Graphs and breaks together."""
+        return len(self._steps)
+
+    @property
+    def graphs(self) -> int:
+        """Segments: one more than there are breaks."""
+        return len(self._graphs)
+
+    @property
+    def breaks(self) -> int:
+        """Break points met during the capture."""
+        return len(self._steps) - len(self._graphs)
+
+    @property
+    def externals(self) -> list[External]:
+        """Tensors outside the pool that segments read or write."""
+        return list(self._watch.externals.values())
+
+    def __enter__(self) -> BreakableCapture:
+        if state.capture is not None:
+            raise UsageError(
+                f"{self.name} was begun inside {state.capture.name}: captures can't be nested. Let the outer one record the "
+                "inner forward, or replay the inner graph in a break."
+            )
+        if self._status != "new":
+            raise UsageError(f"{self.name} is {self._status}; a capture records once. Make a new BreakableCapture.")
+        with ExitStack() as scope:
+            scope.enter_context(one_capture)
+            scope.enter_context(still())
+            scope.enter_context(self.pool.turn())
+            scope.enter_context(self.device.session(self.pool, self.stream))
+            scope.callback(_restore_state, (state.capture, state.phase, state.rows, state.valid, state.pool, state.reference))
+            state.capture, state.rows, state.valid, state.pool = self, self.rows, self.valid_rows, self.pool
+            state.reference = False
+            token = object()
+            self.pool.attach(token)
+            self._retire = weakref.finalize(self, self.pool.retire, token, self._graphs)
+            self._status = "recording"
+            try:
+                self._begin()
+            except BaseException as e:
+                self._fail(e)
+                raise
+            self._scope = scope.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        first = self._error or self._watch.error or error
+        try:
+            if first is None:
+                self._end()
+                first = self._watch.error
+        except BaseException as e:
+            first = e
+        finally:
+            self._abandon()
+            self._scope.close()
+        if first is None:
+            self._status = "captured"
+            self._program = Program(self._steps, self.pool, self.rows, self.name, torch.is_inference_mode_enabled())
+            return
+        self._fail(first)
+        self._retire()
+        if first is error:
+            return
+        if error is not None:
+            first.add_note(f"{self.name}: after that, {type(error).__name__}: {error}")
+        try:
+            raise first
+        finally:
+            del first, error  # the traceback holds this frame, and the frames of the forward with all their tensors
+
+    def add_eager(self, fn: Callable[[], Any]) -> Any:
+        """End the segment, run ``fn()`` now and at every replay, and go on recording. Returns its (handed-off) result.
+
+        Raises:
+            UsageError: this capture isn't recording a segment.
+        """
+        if state.capture is not self or state.phase != "segment":
+            raise UsageError(f"{self.name}: add_eager() belongs inside its `with`, outside breaks")
+        return self.run_break(BreakSpec(fn, {}, 0, None), (), {}, None)
+
+    def run_break(self, spec: BreakSpec, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
+        """End the segment, run a break on real values, and begin the next segment. What the forward goes on with is returned."""
+        where = f"{self.name}, after segment {self.graphs}: break {spec.label} called at {_where.caller()}"
+        try:
+            self._end()
+            state.phase = "break"
+            step = Break(spec, args, kwargs, into, pool=self.pool, where=where)
+            result = step.first_run()
+            self._steps.append(step)
+            self._begin()
+        except BaseException as e:
+            self._error = self._error or e
+            self._abandon()
+            state.phase = None
+            raise
+        return result
+
+    def replay(self, valid_rows: int | None = None) -> None:
+        """Run the captured forward again on the current stream, of whose rows ``valid_rows`` are real (None: all).
+
+        Raises:
+            ReplayError: the capture failed, was closed, or is not complete; or a break's result changed.
+        """
+        if self._program is None or self._status != "captured":
+            raise self._refusal()
+        self._program.run(valid_rows)
+
+    def close(self) -> None:
+        """Forbid replay at once. The memory goes back when no live capture shares the pool. May be called twice."""
+        if self._status == "recording":
+            raise UsageError(f"{self.name}: close() inside its own `with`")
+        if self._status != "failed":
+            self._status = "closed"
+        self._program = None
+        self._retire()
+        self._steps.clear()
+
+    def _fail(self, error: BaseException) -> None:
+        """Remember what happened as text: the exception itself would keep the forward's tensors alive."""
+        self._status, self._failure = "failed", f"{type(error).__name__}: {error}"
+        self._error = self._watch.error = None
+        self._steps.clear()
+
+    def _refusal(self) -> ReplayError:
+        why = {
+            "new": "has recorded nothing yet",
+            "recording": "is still being recorded",
+            "closed": "was closed",
+            "failed": f"failed: {self._failure}",
+        }[self._status]
+        return ReplayError(f"{self.name} can't be replayed: it {why}.")
+
+    def _begin(self) -> None:
+        recording = self.device.begin(self.pool)
+        recording.reenter = self._watch
+        self._watch.recording = recording
+        self._watch.__enter__()
+        state.phase = "segment"
+
+    def _end(self) -> None:
+        """Commit the segment and launch it: breaks must see what it computes."""
+        recording = self._watch.recording
+        if recording is None:
+            return
+        self._leave_watch()
+        segment = recording.commit()
+        self._steps.append(segment)
+        self._graphs.append(segment)
+        segment.launch()
+
+    def _abandon(self) -> None:
+        recording = self._watch.recording
+        if recording is not None:
+            self._leave_watch()
+            recording.abort()
+
+    def _leave_watch(self) -> None:
+        self._watch.recording = None
+        state.phase = None
+        self._watch.__exit__(None, None, None)
+
+
+def _restore_state(before: tuple[Any, ...]) -> None:
+    state.capture, state.phase, state.rows, state.valid, state.pool, state.reference = before

@@ -1,0 +1,17 @@
+"""Tensors that own nothing."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from segue import _torch
+
+
+def weak_ref_tensor(t: Tensor) -> Tensor:
+    """A view of ``t``'s memory that doesn't keep it alive: same shape, strides, dtype and device.
+
+    Reading it after the memory was freed or reused gives whatever lies there: whoever makes one must know that the memory
+    stays, as the memory of a graph pool does. Needs no compiled extension.
+    """
+    address, nbytes = _torch.storage_span(t)
+    return _torch.tensor_at(address, nbytes, t.dtype, t.shape, t.stride(), int(t.storage_offset()), t.device)

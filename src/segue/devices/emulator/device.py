@@ -1,0 +1,52 @@
+"""The emulator as a device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from segue.devices.emulator.pool import EmulatedPool
+from segue.devices.emulator.recording import EmulatedRecording
+from segue.devices.protocol import Traits
+
+
+class Emulator:
+    """Records and replays segments on CPU tensors."""
+
+    name = "emulator"
+    torch_device = torch.device("cpu")
+    traits = Traits(streams=False, driver_memory=False, timing=False, compiled=False)
+
+    def __init__(self) -> None:
+        self._pool: EmulatedPool | None = None
+        self._lock = threading.Lock()
+
+    def default_pool(self) -> EmulatedPool:
+        with self._lock:
+            if self._pool is None:
+                self._pool = self.new_pool()
+            return self._pool
+
+    def new_pool(self) -> EmulatedPool:
+        return EmulatedPool(self)
+
+    def default_stream(self) -> Any:
+        return None
+
+    @contextmanager
+    def session(self, pool: EmulatedPool, stream: Any) -> Iterator[None]:
+        with pool.turn():
+            yield
+
+    def begin(self, pool: EmulatedPool) -> EmulatedRecording:
+        return EmulatedRecording(pool)
+
+    def synchronize(self) -> None:
+        return None
+
+    def driver_bytes(self) -> int:
+        return 0

@@ -1,0 +1,288 @@
+"""Recording a segment: every op runs at once, and again in each replay."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from segue import _torch, _where
+from segue.devices.emulator.guard import HostGuard, eager_compiled
+from segue.devices.emulator.pool import EmulatedPool
+from segue.devices.emulator.rules import MEND, Facts, check_arguments, facts, refusal
+from segue.devices.emulator.tape import EmulatedSegment, External, Step, Store
+from segue.errors import CaptureError, UsageError
+
+_CPU = torch.device("cpu")
+_PLAIN = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_no_subclass = torch.Tensor.__torch_dispatch__
+
+
+class EmulatedRecording:
+    """The tape being written. What an op makes is moved into the pool; the tape holds aliases that own nothing of the pool."""
+
+    reenter: AbstractContextManager[Any]
+
+    def __init__(self, pool: EmulatedPool) -> None:
+        if pool.recording:
+            raise UsageError("this pool is being recorded into already; one capture at a time")
+        self._pool, self._first_serial = pool, pool.serial
+        self._steps: list[Step] = []
+        self._externals: dict[int, External] = {}
+        self._literals: set[int] = set()
+        self._refused: CaptureError | None = None
+        self._undo: dict[int, Callable[[], None]] = {}
+        self._generators: dict[Generator, Tensor] = {}
+        self._open = True
+        with _plain():
+            self._save_generator(torch.default_generator)
+        self._guard = HostGuard(self.refuse)
+        self._stance = eager_compiled()
+        self._stance.__enter__()
+        _torch.put_function_mode_below(self._guard)
+        pool.recording = True
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``func`` and record it.
+
+        Raises:
+            CaptureError: CUDA could not capture this call. The recording can't be committed any more.
+        """
+        known = facts(func)
+        operands = _tensors(args, kwargs)
+        for t in operands:
+            if type(t) not in _PLAIN and type(t).__torch_dispatch__ is not _no_subclass:
+                return NotImplemented
+        if known.opens is not None:
+            with _torch.function_modes_on(), self.reenter:
+                return _torch.open_composite(func, known.opens, *args, **kwargs)
+        with _torch.function_modes_off():
+            self._check(known, operands, args, kwargs)
+            if any(known.writes):
+                self._save_written(known, args, kwargs)
+            if known.random:
+                for g in (*args, *kwargs.values()):
+                    if isinstance(g, Generator):
+                        self._save_generator(g)
+            result = known.run(*args, **kwargs)
+            if known.op == "lift_fresh":
+                self._literals.add(_torch.storage_key(result))
+                return result
+            return self._record(known, operands, args, kwargs, result)
+
+    def refuse(self, error: CaptureError) -> CaptureError:
+        """Remember the first refusal: as on CUDA, whoever swallows it has a recording that can't be used any more."""
+        self._refused = self._refused or error
+        return error
+
+    def commit(self) -> EmulatedSegment:
+        """End the recording.
+
+        Raises:
+            CaptureError: something was refused while it was recorded, even if nobody let that error through.
+        """
+        refused = self._refused
+        if refused is not None:
+            self.abort()
+            try:
+                raise refused
+            finally:
+                del refused  # its traceback holds this frame
+        self._leave()
+        self._undo.clear()
+        self._generators.clear()
+        return EmulatedSegment(self._steps, list(self._externals.values()), self._pool)
+
+    def abort(self) -> None:
+        """End the recording and take back what its ops wrote and drew: on CUDA they would not have run."""
+        self._refused = None  # its traceback holds the forward's tensors
+        if not self._open:
+            return
+        self._leave()
+        with contextlib.suppress(Exception), _plain():
+            for take_back in reversed(self._undo.values()):
+                take_back()
+            for generator, before in self._generators.items():
+                generator.set_state(before)
+        self._undo.clear()
+        self._generators.clear()
+        self._steps.clear()
+        self._externals.clear()
+
+    def _leave(self) -> None:
+        self._open = False
+        self._pool.recording = False
+        self._guard.on = False
+        _torch.take_function_mode_out(self._guard)
+        self._stance.__exit__(None, None, None)
+
+    def _check(self, known: Facts, operands: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        why = known.refused
+        if why is None and known.checked:
+            why = check_arguments(known, args, kwargs, self._literals)
+        if why is None:
+            for t in operands:
+                if t.layout is not torch.strided or t.is_quantized:
+                    why = f"the emulator holds dense tensors only, not {t.layout}. {MEND}."
+                elif t.device.type not in ("cpu", "meta"):
+                    why = f"it has an operand on {t.device}, and this capture is emulated on CPU tensors."
+        if why is not None:
+            raise self.refuse(refusal(known.op, why))
+
+    def _record(
+        self, known: Facts, operands: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> Any:
+        fresh = _Fresh(self._pool, known, {_torch.storage_key(t) for t in operands})
+        mine = fresh.take(result, ())
+        if fresh.refused is not None:
+            raise self.refuse(refusal(known.op, fresh.refused))
+        if (fresh.stores and fresh.fill) or any(known.writes) or known.acts:
+            where = _where.caller()
+            bake = partial(self._bake, known.op, where)
+            run = partial(known.run, *_map(bake, args), **{k: _map(bake, v) for k, v in kwargs.items()})
+            self._steps.append(Step(run, _joined(fresh.stores), known.op, where))
+        return mine
+
+    def _bake(self, op: str, where: str, t: Tensor) -> Tensor:
+        address, nbytes = _torch.storage_span(t)
+        if self._pool.holds(address):
+            plain = _torch.tensor_at(address, nbytes, t.dtype, t.size(), t.stride(), t.storage_offset(), _CPU)
+        elif t.device.type != "cpu":
+            return t
+        else:
+            plain = _torch.alias(t)
+            key = _torch.storage_key(t)
+            if nbytes and key not in self._externals:
+                self._externals[key] = External(t.untyped_storage(), address, op, where)
+        return _torch.lazy_bits(plain, t)
+
+    def _save_written(self, known: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        positions, names = known.writes
+        written = [args[i] for i in positions if i < len(args)] + [kwargs[n] for n in names if n in kwargs]
+        for t in _tensors(tuple(written), {}):
+            key = _torch.storage_key(t)
+            address, nbytes = _torch.storage_span(t)
+            if not nbytes or key in self._undo:
+                continue
+            if not self._pool.holds(address):
+                self._undo[key] = partial(_restore_storage, t.untyped_storage(), address, _bytes(address, nbytes))
+            else:
+                serial = self._pool.serial_of(address)
+                if serial <= self._first_serial:
+                    self._undo[key] = partial(self._restore_block, address, serial, _bytes(address, nbytes))
+
+    def _restore_block(self, address: int, serial: int, before: ctypes.Array[ctypes.c_char]) -> None:
+        if self._pool.serial_of(address) == serial:
+            ctypes.memmove(address, before, len(before))
+
+    def _save_generator(self, generator: Generator) -> None:
+        if generator not in self._generators:
+            self._generators[generator] = generator.get_state()
+
+
+class _Fresh:
+    """Moves what one op made into the pool. What shares memory with an operand stays: views, results of in-place ops."""
+
+    def __init__(self, pool: EmulatedPool, known: Facts, given: set[int]) -> None:
+        self.stores: list[tuple[tuple[int, ...], Store]] = []  # where in the result, and how a replay writes it
+        self.refused: str | None = None
+        self.fill = not known.allocates or _torch.fills_empty()
+        self._pool, self._given = pool, given
+        self._moved: dict[int, Tensor] = {}
+
+    def take(self, value: Any, path: tuple[int, ...]) -> Any:
+        if isinstance(value, Tensor):
+            return self._move(value, path)
+        if isinstance(value, list | tuple):
+            parts = [self.take(v, (*path, i)) for i, v in enumerate(value)]
+            return parts if isinstance(value, list) else tuple(parts)
+        return value
+
+    def _move(self, value: Tensor, path: tuple[int, ...]) -> Tensor:
+        if value.layout is not torch.strided or value.is_quantized:
+            self.refused = f"its result is {value.layout}, and the emulator holds dense tensors only. {MEND}."
+            return value
+        if value.device.type != "cpu" or not value.numel():
+            return value
+        key = _torch.storage_key(value)
+        if key in self._given:
+            return value
+        nbytes, offset = value.untyped_storage().nbytes(), int(value.storage_offset())
+        first = self._moved.get(key)
+        if first is None:
+            mine = self._moved[key] = self._pool.allocate(nbytes, value.dtype, value.size(), value.stride(), offset)
+        else:
+            mine = _torch.alias(first, value)
+        address = _torch.storage_span(mine)[0]
+        store = _writer(_torch.tensor_at(address, nbytes, value.dtype, value.size(), value.stride(), offset, _CPU))
+        if self.fill:
+            store(value)
+        self.stores.append((path, store))
+        return mine
+
+
+def _restore_storage(storage: torch.UntypedStorage, address: int, before: ctypes.Array[ctypes.c_char]) -> None:
+    if storage.data_ptr() == address and storage.nbytes() == len(before):
+        ctypes.memmove(address, before, len(before))
+
+
+def _bytes(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    copy = (ctypes.c_char * nbytes)()
+    ctypes.memmove(copy, address, nbytes)
+    return copy
+
+
+def _writer(baked: Tensor) -> Store:
+    """How to write a result of the same geometry into ``baked``. Expanded dimensions hold one value, written once."""
+    if 0 not in baked.stride() or not any(s == 0 and n > 1 for n, s in zip(baked.size(), baked.stride(), strict=True)):
+        return baked.copy_
+    once = tuple(slice(0, 1) if s == 0 else slice(None) for s in baked.stride())
+    narrow = baked[once]
+    return lambda value: narrow.copy_(value[once])
+
+
+def _joined(stores: list[tuple[tuple[int, ...], Store]]) -> Store | None:
+    if not stores:
+        return None
+    if len(stores) == 1 and not stores[0][0]:
+        return stores[0][1]
+
+    def store(result: Any) -> None:
+        for path, one in stores:
+            value = result
+            for i in path:
+                value = value[i]
+            one(value)
+
+    return store
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Tensors among an op's arguments, which nest at most one list deep."""
+    found = []
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, Tensor):
+            found.append(a)
+        elif isinstance(a, list | tuple):
+            found.extend(b for b in a if isinstance(b, Tensor))
+    return found
+
+
+def _map(bake: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return bake(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_map(bake, v) for v in value)
+    return value
+
+
+@contextlib.contextmanager
+def _plain() -> Any:
+    with _torch.function_modes_off(), _torch.dispatch_modes_off():
+        yield

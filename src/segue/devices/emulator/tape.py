@@ -1,0 +1,103 @@
+"""A segment of the emulator: ops over baked addresses, run in order by a loop that knows nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from segue import _torch
+from segue.devices.emulator.pool import EmulatedPool
+from segue.errors import ReplayError
+
+Store = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class External:
+    """Memory outside the pool that a segment uses: kept alive, and expected to stay where it is."""
+
+    storage: torch.UntypedStorage
+    address: int
+    op: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """One op: ``run`` with all its arguments bound, ``store`` for what it returns (None: nothing to store)."""
+
+    run: Callable[[], Any]
+    store: Store | None
+    op: str
+    where: str
+
+
+class EmulatedSegment:
+    """A recorded tape.
+
+    Recording ran every op, with the effect that the first launch has on CUDA. So the first launch after ``commit`` finds its
+    work done; the ones after it run the tape. Whoever commits a segment launches it at once, before anything else happens.
+    """
+
+    def __init__(self, steps: list[Step], externals: list[External], pool: EmulatedPool) -> None:
+        self.steps: tuple[Step, ...] = tuple(steps)
+        self._loop: list[tuple[Callable[[], Any], Store | None]] | None = [(s.run, s.store) for s in steps]
+        self._externals = externals
+        self._addresses = [(e.storage.data_ptr, e.address) for e in externals]
+        self._ran = bool(steps)
+        self._pool = pool
+        pool.adopt(self)
+
+    @property
+    def empty(self) -> bool:
+        return not self.steps
+
+    def launch(self) -> None:
+        """Run the tape.
+
+        Raises:
+            ReplayError: memory that it uses was freed, resized or moved, or the segment was destroyed.
+        """
+        loop = self._loop
+        if loop is None:
+            raise ReplayError("a segment was launched after its capture was closed and its memory handed back")
+        if self._ran:
+            self._ran = False
+            return
+        for address_now, address in self._addresses:
+            if address_now() != address:
+                raise self._moved()
+        at = 0
+        try:
+            # As a graph: no mode, no autograd and no cast of the caller's gets between the ops.
+            with (
+                _torch.inference_guard(True),
+                _torch.function_modes_off(),
+                _torch.dispatch_modes_off(),
+                _torch.autocast_off(),
+            ):
+                for at, (run, store) in enumerate(loop):  # noqa: B007
+                    if store is None:
+                        run()
+                    else:
+                        store(run())
+        except Exception as e:
+            e.add_note(f"segue: while replaying {self.steps[at].op}, recorded at {self.steps[at].where}")
+            raise
+
+    def destroy(self) -> None:
+        """Let go of everything. A later launch is refused."""
+        self._loop = None
+        self.steps, self._externals, self._addresses = (), [], []
+        self._pool.disown(self)
+
+    def _moved(self) -> ReplayError:
+        e = next(e for e in self._externals if e.storage.data_ptr() != e.address)
+        what = "was freed (its storage was resized to nothing)" if not e.storage.nbytes() else "has moved in memory"
+        return ReplayError(
+            f"a tensor that {e.op} at {e.where} uses {what} since it was captured. The graph would read the old address, "
+            "{0:#x}. Keep the storage as it is and change values in place (copy_), or capture again.".format(e.address)
+        )

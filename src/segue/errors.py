@@ -1,0 +1,31 @@
+"""Every error segue raises on purpose.
+
+The texts are for the person at 3 a.m.: what happened, where (bucket, segment, function with file:line), why it is unsafe,
+and the smallest change that mends it. Torch's and the user's own exceptions pass through as they are.
+"""
+
+from __future__ import annotations
+
+
+class SegueError(RuntimeError):
+    """Base of every error that segue raises on purpose."""
+
+
+class UsageError(SegueError):
+    """A call that can't mean anything here: nested captures, a closed capture, contradictory options."""
+
+
+class CaptureError(SegueError):
+    """Something that a graph can't hold was met while recording: a host read, a data-dependent shape, a mutable argument."""
+
+
+class ReplayError(SegueError):
+    """A replay would not give what eager gives: a changed break result, a re-pointed tensor, a capture that failed."""
+
+
+class InputError(SegueError):
+    """A call's arguments don't fit the declared inputs: missing, extra, wrong dtype, device, rank or shape."""
+
+
+class NoBucketError(SegueError):
+    """No graph serves this call, and ``strict`` forbids running it eager."""

@@ -1,0 +1,214 @@
+"""A capture ends whole, or leaves everything as it was."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import segue
+from segue.devices import Device
+
+pytestmark = pytest.mark.usefixtures("inference")
+
+
+@segue.break_point
+def plus_one(y: Tensor) -> Tensor:
+    return y + 1
+
+
+@segue.break_point
+def fails(y: Tensor) -> Tensor:
+    raise ValueError("the break's own error")
+
+
+def _host_read(x: Tensor) -> Tensor:
+    return x * (x.sum() * 2).item()
+
+
+def _own_error(x: Tensor) -> Tensor:
+    y = plus_one(x) * 2
+    raise ValueError("first error")
+
+
+def _swallowed_host_read(x: Tensor) -> Tensor:
+    y = plus_one(x * 2)
+    try:
+        y.sum().item()
+    except Exception:
+        y = y * 3
+    return y
+
+
+def _swallowed_break(x: Tensor) -> Tensor:
+    try:
+        return fails(x * 2)
+    except ValueError:
+        return x * 3
+
+
+def _interrupted(x: Tensor) -> Tensor:
+    y = plus_one(x * 2)
+    raise KeyboardInterrupt
+
+
+FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], type[BaseException]]] = {
+    "a host read": (_host_read, Exception),
+    "an error of the forward": (_own_error, ValueError),
+    "an error of a break": (fails, ValueError),
+    "a host read whose error is swallowed": (_swallowed_host_read, Exception),
+    "a break whose error is swallowed": (_swallowed_break, ValueError),
+    "a shape error": (lambda x: x * 2 @ torch.ones(7, 7, device=x.device), RuntimeError),
+    "an interrupt": (_interrupted, KeyboardInterrupt),
+}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_a_failed_capture_leaves_earlier_and_later_captures_and_random_numbers_working(device: Device, fault: str) -> None:
+    forward, expected = FAULTS[fault]
+    place = device.torch_device
+    pool = device.new_pool()
+    x = torch.ones(4, device=place)
+    earlier = segue.BreakableCapture(pool=pool)
+    with earlier:
+        out = plus_one(x * 2) * 1
+    live = pool.usage().live
+
+    failed = segue.BreakableCapture(pool=pool, name="bucket 4")
+    with pytest.raises(expected), failed:
+        forward(x)
+    assert pool.usage().live == live
+    assert gc.isenabled()
+    assert segue.capture_phase() is None
+    assert segue.BreakableCapture.current() is None
+    with pytest.raises(segue.SegueError, match="bucket 4 can't be replayed: it failed"):
+        failed.replay()
+
+    torch.rand(3, device=place)
+    x.fill_(5)
+    earlier.replay()
+    assert out.tolist() == [11.0] * 4
+    again = segue.BreakableCapture(pool=pool)
+    with again:
+        new = plus_one(x * 3) * 1
+    again.replay()
+    assert new.tolist() == [16.0] * 4
+    failed.close()
+
+
+def test_the_garbage_collector_stays_off_if_it_was_off(device: Device) -> None:
+    gc.disable()
+    try:
+        with segue.BreakableCapture(device=device):
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_captures_can_not_be_nested_and_the_outer_one_goes_on(device: Device) -> None:
+    x = torch.ones(4, device=device.torch_device)
+    outer = segue.BreakableCapture(device=device)
+    with outer:
+        y = x * 2
+        with pytest.raises(segue.SegueError, match="can't be nested"), segue.BreakableCapture(device=device):
+            pass
+        out = y + 1
+    x.fill_(2)
+    outer.replay()
+    assert out.tolist() == [5.0] * 4
+
+
+def test_a_capture_records_once_and_a_closed_one_refuses_to_replay(device: Device) -> None:
+    x = torch.ones(4, device=device.torch_device)
+    capture = segue.BreakableCapture(device=device, name="bucket 4")
+    with pytest.raises(segue.SegueError, match="has recorded nothing yet"):
+        capture.replay()
+    with capture:
+        x * 2
+    with pytest.raises(segue.SegueError, match="records once"), capture:
+        pass
+    capture.close()
+    capture.close()
+    with pytest.raises(segue.SegueError, match="bucket 4 can't be replayed: it was closed"):
+        capture.replay()
+
+
+def test_memory_goes_back_when_the_last_capture_of_a_pool_is_closed(device: Device) -> None:
+    pool = device.new_pool()
+    x = torch.ones(1 << 20, device=device.torch_device)
+    captures = []
+    for _ in range(2):
+        captures.append(segue.BreakableCapture(pool=pool))
+        with captures[-1]:
+            out = plus_one(x * 2) * 2
+        del out
+    assert pool.usage().reserved > 0
+    captures[0].close()
+    x.fill_(3)
+    captures[1].replay()
+    captures[1].close()
+    assert pool.usage().reserved == 0
+
+
+def test_a_dropped_capture_does_not_harm_one_that_shares_its_pool(device: Device) -> None:
+    x = torch.ones(4, device=device.torch_device)
+    outs = []
+    for k in range(3):
+        with segue.BreakableCapture(device=device) as capture:
+            out = plus_one(x * k) * 2
+        outs.append((capture, out))
+        if k == 1:
+            del outs[0], capture
+            gc.collect()
+    x.fill_(2)
+    for capture, _ in outs:
+        capture.replay()
+    assert [out.tolist()[0] for _, out in outs] == [6.0, 10.0]
+
+
+def test_grad_mode_with_something_that_requires_grad_is_refused(device: Device) -> None:
+    with torch.inference_mode(False), torch.enable_grad():
+        w = torch.ones(4, device=device.torch_device, requires_grad=True)
+        with pytest.raises(segue.SegueError, match="inference_mode"), segue.BreakableCapture(device=device):
+            w * 2
+
+
+def test_other_threads_wait_their_turn(device: Device) -> None:
+    x = torch.ones(4, device=device.torch_device)
+    results: list[float] = []
+
+    def work(k: int) -> None:
+        with torch.inference_mode():
+            capture = segue.BreakableCapture(device=device)
+            with capture:
+                out = plus_one(x * k) * 2
+            for _ in range(5):
+                capture.replay()
+            results.append(out.tolist()[0] - 2 * k)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert results == [2.0] * 6
+
+
+def test_a_replay_inside_a_forward_of_the_same_pool_is_refused(device: Device) -> None:
+    x = torch.ones(4, device=device.torch_device)
+    inner = segue.BreakableCapture(device=device)
+    with inner:
+        x * 2
+
+    @segue.break_point
+    def calls_inner(y: Tensor) -> Tensor:
+        inner.replay()
+        return y
+
+    with pytest.raises(segue.SegueError, match="pool of its own"), segue.BreakableCapture(device=device):
+        calls_inner(x * 3)
