@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import _len_torch_function_stack as _function_mode_depth
-from torch.overrides import _pop_mode as _pop_function_mode
-from torch.overrides import _push_mode as _push_function_mode
 from torch.utils import _device as _device_module
 from torch.utils._device import DeviceContext
 
@@ -108,23 +105,30 @@ def graph_launcher(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     return graph.replay if replay is None else replay.__get__(graph)
 
 
-def abandon_graph(graph: torch.cuda.CUDAGraph, device: int, pool: Any) -> None:
-    """End a stream capture that went wrong, and with it the routing of allocations to its pool. Never raises.
+def abandon_graph(graph: torch.cuda.CUDAGraph) -> None:
+    """End a stream capture that went wrong, on the current stream. Never raises.
 
-    Before 2.12 a failing ``capture_end`` left the routing standing (pytorch#180395), and the random generator believing that
-    it was being captured, so that every later random op failed. A capture that ends properly tells it otherwise.
+    Before 2.12 ``capture_end`` gives up when CUDA has invalidated the capture (pytorch#180395): allocations stay routed to the
+    pool, nothing can be recorded into it again, and the random generator believes that it is being captured. So the invalid
+    capture is ended without torch, and an empty one put in its place for ``capture_end`` to end in good order.
     """
     try:
         end_recording(graph)
     except Exception:
         with contextlib.suppress(Exception):
-            torch._C._cuda_endAllocateToPool(device, pool)
-        with contextlib.suppress(Exception):
-            proper = torch.cuda.CUDAGraph()
-            proper.capture_begin(capture_error_mode="thread_local")
-            end_recording(proper)
+            _replace_invalid_capture()
+            end_recording(graph)
     with contextlib.suppress(Exception):
         graph.reset()
+
+
+def _replace_invalid_capture() -> None:
+    from cuda.bindings import runtime
+
+    stream = runtime.cudaStream_t(raw_stream(current_device()))
+    runtime.cudaStreamEndCapture(stream)
+    runtime.cudaGetLastError()
+    runtime.cudaStreamBeginCapture(stream, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
 
 
 def memory_segments(pool: Any = None) -> list[dict[str, Any]]:
@@ -136,6 +140,17 @@ def memory_segments(pool: Any = None) -> list[dict[str, Any]]:
 def raw_stream(device: int) -> int:
     """Handle of the current stream, without making a stream object."""
     return int(torch._C._cuda_getCurrentRawStream(device))
+
+
+def current_device() -> int:
+    """Index of the current CUDA device."""
+    return int(torch._C._cuda_getDevice())
+
+
+def stream_is_capturing(stream: torch.cuda.Stream) -> bool:
+    """Whether ``stream`` is part of a stream capture."""
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def private_stream(device: torch.device) -> torch.cuda.Stream:
@@ -192,8 +207,13 @@ def kernel(func: Any) -> Any:
     return getattr(func, "_op", func)
 
 
+def op_name(func: Any) -> str:
+    """``aten::add.Tensor``."""
+    return str(func.name())
+
+
 def python_kernel(name: str) -> str | None:
-    """Dispatch key of the Python kernel that ``torch.library`` registered for operator ``name`` on CPU tensors, if any."""
+    """Dispatch key of the Python kernel that ``torch.library`` registered for operator ``name``, for CPU tensors."""
     namespace, op = name.split("::", 1)
     for key in ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd"):
         if f"{namespace}/{op}/{key}" in _python_kernels:
@@ -201,7 +221,14 @@ def python_kernel(name: str) -> str | None:
     return None
 
 
+def custom_op_body(name: str) -> Callable[..., Any] | None:
+    """What a ``torch.library.custom_op`` runs on CPU tensors: the user's function, behind a switch of torch's."""
+    bodies: dict[str | None, Callable[..., Any]] = getattr(_custom_ops.get(name), "_backend_fns", {})
+    return bodies.get("cpu", bodies.get(None))
+
+
 _python_kernels: set[str] = getattr(torch.library, "_impls", set())
+_custom_ops: Any = getattr(torch._library.custom_ops, "OPDEFS", {})
 
 
 def function_modes_on() -> Any:
@@ -224,34 +251,50 @@ def autocast_off() -> Any:
     return torch._C._DisableAutocast()
 
 
+_function_mode_depth: Callable[[], int] = torch._C._len_torch_function_stack
+_pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+_push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+
+
 def put_function_mode_below(mode: Any) -> None:
     """Activate a function mode under those already active, so that they may leave before it does.
 
-    A ``DeviceContext`` insists on the bottom of the stack.
+    Only the context of ``torch.set_default_device`` stays lower: it insists on the bottom of the stack.
     """
     above = [_pop_function_mode() for _ in range(_function_mode_depth())]
-    if above and isinstance(above[-1], DeviceContext):
+    if above and isinstance(above[-1], DeviceContext) and default_device_is_set():
         _push_function_mode(above.pop())
     for other in (mode, *reversed(above)):
         _push_function_mode(other)
 
 
-def take_function_mode_out(mode: Any) -> None:
-    """Deactivate a function mode wherever it is in the stack. Nothing happens if it isn't there."""
+def push_function_mode(mode: Any) -> None:
+    """Activate a function mode above all others."""
+    _push_function_mode(mode)
+
+
+def function_mode_is_on(mode: Any) -> bool:
+    """Whether a function mode is in the stack. Inside its own handler it isn't."""
+    return any(torch._C._get_function_stack_at(i) is mode for i in range(_function_mode_depth()))
+
+
+def take_function_modes_out(unwanted: Callable[[Any], bool]) -> None:
+    """Deactivate these function modes wherever they are in the stack, and leave the others as they are."""
     stack = [_pop_function_mode() for _ in range(_function_mode_depth())]
-    for other in reversed(stack):
-        if other is not mode:
-            _push_function_mode(other)
+    for mode in reversed(stack):
+        if not unwanted(mode):
+            _push_function_mode(mode)
 
 
 def default_device_is_set() -> bool:
-    """Whether ``torch.set_default_device`` or ``with torch.device(...)`` says where factories allocate."""
+    """Whether ``torch.set_default_device`` says where factories allocate. (``with torch.device`` adds ``device=``.)"""
     return _device_module.CURRENT_DEVICE is not None
 
 
 def fills_empty() -> bool:
     """Whether ``torch.empty`` writes what it allocates (deterministic algorithms ask for that)."""
-    return torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+    fills: bool = getattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    return fills and torch.are_deterministic_algorithms_enabled()
 
 
 def foreach_copy(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -264,3 +307,8 @@ def device_is_lost(error: BaseException) -> bool:
     return isinstance(error, torch.AcceleratorError) and not any(
         word in str(error) for word in ("out of memory", "capture", "cudaErrorStreamCapture")
     )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Free memory of the device, None where it isn't known."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

@@ -16,8 +16,8 @@ from torch import Tensor
 from segue.capture.context import ContextMap, getter, is_plain, show
 from segue.capture.state import state
 from segue.capture.structure import parts_of, with_children
+from segue.capture.watch import Watch
 from segue.capture.weak import weak_ref_tensor
-from segue.devices import Pool
 from segue.errors import CaptureError
 
 Make = Callable[[], Any]  # gives an argument's value for the forward that is running
@@ -36,12 +36,12 @@ class Bound:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        pool: Pool,
+        watch: Watch,
         trim: Mapping[str, int],
         receiver: bool,
         where: str,
     ) -> None:
-        self._pool, self._trim, self._where = pool, trim, where
+        self._watch, self._trim, self._where = watch, trim, where
         self._map = ContextMap(state.ctx)
         self.plain: dict[str, Any] = {}  # what Python decided at capture, for `check`
         self.context_tensors: dict[str, tuple[Callable[[Any], Any], Tensor]] = {}  # ctx tensors whose views were bound by address
@@ -54,7 +54,7 @@ class Bound:
             self._place(self._args, i, name, value, held=receiver and i == 0)
         for name, value in kwargs.items():
             self._place(self._kwargs, name, name, value, held=False)
-        del self._map
+        del self._map, self._watch
         self._tuple = tuple(self._args)
 
     def values(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -81,7 +81,7 @@ class Bound:
             get = getter(path)
             return False, lambda: _read(get, path, name, self._where)
         if isinstance(value, Tensor):
-            return True, self._tensor(value)
+            return True, self._tensor(name, value)
         if is_plain(value):
             self.plain[name] = value
             return True, value
@@ -89,10 +89,11 @@ class Bound:
             return True, value
         return self._container(name, value)
 
-    def _tensor(self, t: Tensor) -> Tensor:
+    def _tensor(self, name: str, t: Tensor) -> Tensor:
         if t.layout is not torch.strided or not t.untyped_storage().nbytes():
             return t
-        if self._pool.owns(t):
+        if self._watch.pool.owns(t):
+            self._watch.prove(t, f"the argument {name!r} of a break")
             return weak_ref_tensor(t)
         if (path := self._map.find_memory(t)) is not None:
             self.context_tensors[show(path)] = getter(path), t

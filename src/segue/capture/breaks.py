@@ -16,7 +16,7 @@ from segue.capture.context import ContextMap, getter, is_plain, show
 from segue.capture.handoff import Allocate, Handoff, first_result, token_dimension
 from segue.capture.state import state
 from segue.capture.structure import OnLeaf, StructureChanged, Take, leaves, settle
-from segue.devices import Pool
+from segue.capture.watch import Watch
 from segue.errors import CaptureError, ReplayError, UsageError
 
 P = ParamSpec("P")
@@ -115,19 +115,19 @@ class BreakSpec:
         return args[at]
 
     def _reference(self, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
-        return Break(self, args, kwargs, into, pool=None, where=f"break {self.label} in the reference").first_run()
+        return Break(self, args, kwargs, into, watch=None, where=f"break {self.label} in the reference").first_run()
 
 
 class Break:
     """One break in a program: bound arguments and hand-offs. ``run`` is what a replay calls."""
 
     def __init__(
-        self, spec: BreakSpec, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any, *, pool: Pool | None, where: str
+        self, spec: BreakSpec, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any, *, watch: Watch | None, where: str
     ) -> None:
-        self.spec, self.where, self._pool, self._fn = spec, where, pool, spec.fn
+        self.spec, self.where, self._watch, self._fn = spec, where, watch, spec.fn
         self._first = (args, kwargs, into)
-        self._bound = None if pool is None else Bound(
-            spec.names, args, kwargs, pool=pool, trim=spec.trim, receiver=spec.receiver, where=where
+        self._bound = None if watch is None else Bound(
+            spec.names, args, kwargs, watch=watch, trim=spec.trim, receiver=spec.receiver, where=where
         )  # fmt: skip
         self._take: Take = _ignore
         self._clears: list[Handoff] = []  # of memory that the caller gave, which the function may fill itself
@@ -150,7 +150,9 @@ class Break:
         try:
             with torch.no_grad():
                 cut_args, cut_kwargs = self.spec.trimmed(args, kwargs)
-                result = self._fn(*cut_args, **cut_kwargs)
+                result, elsewhere = self._ordered(lambda: self._fn(*cut_args, **cut_kwargs))
+                if elsewhere:
+                    self._fn = self._in_order
                 destination = self.spec.destination(args, kwargs, into)
                 if destination is None:
                     return self._settle(result, [*args, *kwargs.values()], bool(self.spec.trim) or state.asked_rows)
@@ -158,6 +160,13 @@ class Break:
                 return destination
         finally:
             state.inside_break = False
+
+    def _ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
+        return (fn(), False) if self._watch is None else self._watch.pool.device.ordered(fn)
+
+    def _in_order(self, *args: Any, **kwargs: Any) -> Any:
+        """The function, for a break that was seen to use other streams: the next segment waits for what it leaves there."""
+        return self._ordered(lambda: self.spec.fn(*args, **kwargs))[0]
 
     def _accept(self, result: Any) -> None:
         if self._clears and (result is None or self.spec.out is not None):
@@ -174,7 +183,7 @@ class Break:
 
     def _settle(self, result: Any, arguments: list[Any], cuts_rows: bool) -> Any:
         memory = {_torch.storage_key(t) for t in _tensors(arguments)}
-        allocate: Allocate = _like_eager(arguments, result) if self._pool is None else self._pool.empty
+        allocate: Allocate = _like_eager(arguments, result) if self._watch is None else self._watch.allocate
         contexts = ContextMap(state.ctx)
         seen: dict[int, Tensor] = {}
 
@@ -210,7 +219,7 @@ class Break:
             self._weaken(handoff)
 
     def _weaken(self, handoff: Handoff) -> None:
-        if self._pool is not None and self._pool.owns(handoff.buffer):
+        if self._watch is not None and self._watch.pool.owns(handoff.buffer):
             handoff.weaken()
 
     def _walk(self, value: Any, on_leaf: OnLeaf, opaque: Callable[[Any], bool]) -> tuple[Take, Any]:

@@ -8,6 +8,7 @@ import torch
 
 from segue import _torch
 from segue.capture.breaks import Break
+from segue.capture.ownership import Ownership
 from segue.capture.state import state
 from segue.devices import Pool, Segment
 from segue.errors import UsageError
@@ -18,7 +19,10 @@ Step = Segment | Break
 class Program:
     """Runs the steps of one capture. Holds its segments and hand-offs, and no reference to the capture itself."""
 
-    def __init__(self, steps: list[Step], pool: Pool, rows: int | None, name: str, inference: bool) -> None:
+    def __init__(
+        self, steps: list[Step], ownership: Ownership, pool: Pool, rows: int | None, name: str, inference: bool
+    ) -> None:
+        self.ownership = ownership
         self._pool, self._rows, self._name, self._inference = pool, rows, name, inference
         self.callables: list[Callable[[], None]] = [self._alone(s) if isinstance(s, Break) else s.launch for s in steps]
         self._steps: tuple[Callable[[], None], ...] = tuple(
@@ -29,9 +33,9 @@ class Program:
         """Launch the segments and run the breaks between them, of which ``valid_rows`` rows are real."""
         if valid_rows is not None and not 0 <= valid_rows <= (valid_rows if self._rows is None else self._rows):
             raise UsageError(f"{self._name}: valid_rows={valid_rows} is not between 0 and its {self._rows} rows")
-        self._within(self._steps, valid_rows)
+        self._within(self._steps, valid_rows, self.ownership.check)
 
-    def _within(self, steps: tuple[Callable[[], None], ...], valid_rows: int | None) -> None:
+    def _within(self, steps: tuple[Callable[[], None], ...], valid_rows: int | None, check: Callable[[], None]) -> None:
         s, pool = state, self._pool
         if s.pool is pool:
             raise UsageError(
@@ -42,6 +46,7 @@ class Program:
         with pool.turn():
             s.pool, s.rows, s.valid, s.inside_break, s.reference, s.phase = pool, self._rows, valid_rows, True, False, None
             try:
+                check()
                 if self._inference and not torch.is_inference_mode_enabled():
                     guard = _torch.inference_guard(True)
                     for step in steps:
@@ -59,6 +64,10 @@ class Program:
 
     def _alone(self, step: Break) -> Callable[[], None]:
         def run_break() -> None:
-            self._within((step.run,), None)
+            self._within((step.run,), None, _nothing)
 
         return run_break
+
+
+def _nothing() -> None:
+    return None

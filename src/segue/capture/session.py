@@ -13,6 +13,7 @@ import torch
 from segue import _where, devices
 from segue.capture.breaks import Break, BreakSpec
 from segue.capture.guards import one_capture, still
+from segue.capture.ownership import Ownership
 from segue.capture.program import Program, Step
 from segue.capture.state import state
 from segue.capture.watch import External, OnWrite, Watch
@@ -34,6 +35,8 @@ class BreakableCapture:
         device: ``"emulator"`` or what ``torch.device`` takes; by default CUDA where there is one.
         valid_rows: how many rows are real in the forward being captured; by default all.
         name: what errors call this capture.
+        root: the function being captured; what segments read is looked for in what it reaches, so that errors can name it
+            and a parameter that is given other memory is noticed.
         on_write: called with each external tensor before the first op of a segment that writes it is recorded.
     """
 
@@ -46,6 +49,7 @@ class BreakableCapture:
         *,
         valid_rows: int | None = None,
         name: str | None = None,
+        root: Any = None,
         on_write: OnWrite | None = None,
     ) -> None:
         self.device: Device = pool.device if pool is not None and device is None else devices.resolve(device)
@@ -56,7 +60,8 @@ class BreakableCapture:
         self._status = "new"
         self._steps: list[Step] = []
         self._graphs: list[Segment] = []
-        self._watch = Watch(self.pool, on_write)
+        self._root = root
+        self._watch = Watch(self.pool, self.name, on_write)
         self._program: Program | None = None
         self._error: BaseException | None = None  # the first one of this capture, while it lasts
         self._failure = ""
@@ -114,6 +119,7 @@ class BreakableCapture:
             self._retire = weakref.finalize(self, self.pool.retire, token, self._graphs)
             self._status = "recording"
             try:
+                self._watch.begin()
                 self._begin()
             except BaseException as e:
                 self._fail(e)
@@ -127,6 +133,8 @@ class BreakableCapture:
             if first is None:
                 self._end()
                 first = self._watch.error
+            if first is None:
+                self._program = self._finish()
         except BaseException as e:
             first = e
         finally:
@@ -134,7 +142,6 @@ class BreakableCapture:
             self._scope.close()
         if first is None:
             self._status = "captured"
-            self._program = Program(self._steps, self.pool, self.rows, self.name, torch.is_inference_mode_enabled())
             return
         self._fail(first)
         self._retire()
@@ -163,7 +170,7 @@ class BreakableCapture:
         try:
             self._end()
             state.phase = "break"
-            step = Break(spec, args, kwargs, into, pool=self.pool, where=where)
+            step = Break(spec, args, kwargs, into, watch=self._watch, where=where)
             result = step.first_run()
             self._steps.append(step)
             self._begin()
@@ -208,6 +215,12 @@ class BreakableCapture:
             "failed": f"failed: {self._failure}",
         }[self._status]
         return ReplayError(f"{self.name} can't be replayed: it {why}.")
+
+    def _finish(self) -> Program:
+        baked = {path: held for s in self._steps if isinstance(s, Break) for path, held in s.bound.context_tensors.items()}
+        self._watch.claim()
+        ownership = Ownership(self.externals, self._root, baked)
+        return Program(self._steps, ownership, self.pool, self.rows, self.name, torch.is_inference_mode_enabled())
 
     def _begin(self) -> None:
         recording = self.device.begin(self.pool)

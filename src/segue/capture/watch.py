@@ -6,7 +6,8 @@ refuses what training would need. The idea of watching dispatched ops during CUD
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,24 +26,32 @@ OnWrite = Callable[[Tensor], None]
 class External:
     """A tensor that segments read or write and that lies outside the pool. The capture keeps its memory alive.
 
-    ``tensor``: a detached alias. ``where``: the line that used it first. ``written``: by some op of a segment.
+    ``tensor``: a detached alias, which stays on the captured memory. ``seen``: the object that was used, which may be given
+    other memory later. ``where``: the line that used it first. ``written``: by some op of a segment.
     """
 
     tensor: Tensor
+    seen: Tensor
     op: str
     where: str
     written: bool = False
 
 
+_makers: weakref.WeakKeyDictionary[Pool, dict[int, tuple[int, str]]] = weakref.WeakKeyDictionary()
+
+
 class Watch(TorchDispatchMode):
     """Observes the ops of all segments of one capture and passes them to the recording under way."""
 
-    def __init__(self, pool: Pool, on_write: OnWrite | None) -> None:
+    def __init__(self, pool: Pool, name: str, on_write: OnWrite | None) -> None:
         super().__init__()
+        self._name = name
+        self._made: set[int] = set()  # addresses of pool blocks that this capture has written or was seen to allocate
+        self._before: list[tuple[int, int]] = []  # pool blocks that were alive when it began
         self.externals: dict[int, External] = {}  # by storage
         self.recording: Recording | None = None
         self.error: BaseException | None = None  # the first refusal, even if the forward swallowed it
-        self._pool, self._on_write = pool, on_write
+        self.pool, self._on_write = pool, on_write
         self._writes: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
 
     @classmethod
@@ -67,7 +76,9 @@ class Watch(TorchDispatchMode):
                 if name in kwargs:
                     self._write(kwargs[name])
             assert self.recording is not None
-            return self.recording.run(func, args, kwargs)
+            result = self.recording.run(func, args, kwargs)
+            self._note_made(result)
+            return result
         except CaptureError as e:
             self.error = self.error or e
             raise
@@ -84,9 +95,58 @@ class Watch(TorchDispatchMode):
             key = _torch.storage_key(t)
         except (RuntimeError, NotImplementedError):
             return  # a wrapper without storage: its inner tensors come next
-        if key in self.externals or not t.numel() or self._pool.owns(t):
+        if key in self.externals or not t.numel():
             return
-        self.externals[key] = External(t.detach(), str(func), _where.caller())
+        if self.pool.owns(t):
+            self.prove(t, func)
+            return
+        self.externals[key] = External(t.detach(), t, str(func), _where.caller())
+
+    def begin(self) -> None:
+        """Note what is in the pool already: another capture's outputs, which this one must not read."""
+        self._before = self.pool.blocks()
+
+    def allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the pool for a hand-off, which a break is about to write."""
+        t = self.pool.empty(size, stride, dtype)
+        self._made.add(_torch.storage_span(t)[0])
+        return t
+
+    def claim(self) -> None:
+        """Write this capture's name on the blocks of the pool that outlive it, for the error that another one may need."""
+        makers = _makers.setdefault(self.pool, {})
+        alive = {address: size for address, size in self.pool.blocks()}
+        before = {address for address, _ in self._before}
+        for address in [a for a in makers if a not in alive]:
+            del makers[address]
+        makers.update({a: (size, self._name) for a, size in alive.items() if a not in before})
+
+    def _note_made(self, result: Any) -> None:
+        for t in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(t, Tensor) and t.layout is torch.strided:
+                try:
+                    self._made.add(_torch.storage_span(t)[0])
+                except (RuntimeError, NotImplementedError):
+                    continue
+
+    def prove(self, t: Tensor, user: Any) -> None:
+        """See that this capture made ``t``'s memory: what another one left in the pool is overwritten without notice.
+
+        Compiled code allocates without being seen, so a block that is alive now and wasn't at the beginning is this
+        capture's too.
+        """
+        address = _torch.storage_span(t)[0]
+        if address in self._made:
+            return
+        if not _inside(address, self._before) and _inside(address, self.pool.blocks()):
+            self._made.add(address)
+            return
+        maker = next((f"{name} made it" for a, (n, name) in _makers.get(self.pool, {}).items() if a <= address < a + n), None)
+        raise CaptureError(
+            f"{self._name}: {user} at {_where.caller()} uses a tensor {tuple(t.shape)} in graph memory that this capture did "
+            f"not write ({maker or 'whoever made it has let go of it'}). Another replay overwrites it at any time: clone it "
+            "outside graphs, or give the captures pools of their own."
+        )
 
     def _write(self, value: Any) -> None:
         for t in value if isinstance(value, list | tuple) else (value,):
@@ -105,3 +165,7 @@ class Watch(TorchDispatchMode):
             known = tuple(i for i, _ in written), tuple(name for _, name in written)
             self._writes[func] = known
         return known
+
+
+def _inside(address: int, blocks: list[tuple[int, int]]) -> bool:
+    return any(start <= address < start + size for start, size in blocks)

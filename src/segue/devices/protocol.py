@@ -7,7 +7,7 @@ it runs on; what a device can't hide it declares in ``Traits``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -43,6 +43,9 @@ class Segment(Protocol):
 
     def launch(self) -> None:
         """Run what was recorded, in order, on the caller's current stream."""
+
+    def destroy(self) -> None:
+        """Free it. The pool calls this; a later launch is an error."""
 
 
 class Recording(Protocol):
@@ -116,6 +119,9 @@ class Device(Protocol):
 
     def begin(self, pool: Any) -> Recording:
         """Start recording a segment into ``pool``, one of this device's, on the current stream."""
+
+    def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
+        """Run ``fn`` and order what it leaves on other streams before what follows. Returns whether it used any."""
 
     def synchronize(self) -> None: ...
 

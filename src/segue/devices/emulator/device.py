@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from segue.devices.emulator import guard
 from segue.devices.emulator.pool import EmulatedPool
 from segue.devices.emulator.recording import EmulatedRecording
 from segue.devices.protocol import Traits
@@ -40,10 +41,16 @@ class Emulator:
     @contextmanager
     def session(self, pool: EmulatedPool, stream: Any) -> Iterator[None]:
         with pool.turn():
-            yield
+            try:
+                yield
+            finally:
+                guard.sweep()
 
     def begin(self, pool: EmulatedPool) -> EmulatedRecording:
         return EmulatedRecording(pool)
+
+    def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
+        return fn(), False
 
     def synchronize(self) -> None:
         return None

@@ -1,4 +1,4 @@
-"""The emulated graph pool: whose blocks die with the last tensor over them, and are used again by later ops and captures."""
+"""The emulated graph pool: a block is free once the last tensor over it dies, and is then used again by later ops."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Destroyable(Protocol):
 class EmulatedPool:
     """Graph memory on the host.
 
-    ``poison_freed``: fill a block with 0xFF (NaN in every float dtype) the moment its last tensor dies. New pools take it from
-    the environment variable ``SEGUE_POISON`` (``1`` means on).
+    ``poison_freed``: fill a block with 0xFF (NaN in every float dtype) the moment its last tensor dies. New pools take
+    it from the environment variable ``SEGUE_POISON`` (``1`` means on).
     """
 
     def __init__(self, device: Emulator) -> None:
@@ -129,7 +129,7 @@ class EmulatedPool:
         self._segments.discard(segment)
 
     def _died(self, address: int) -> None:
-        # This may run inside any allocation, on any thread, even one that holds the lock: then the holder does the rest.
+        # This may run inside any allocation, on a thread that holds the lock or not: its holder does the rest.
         self._dead.append(address)
         if self._books.acquire(blocking=False):
             try:

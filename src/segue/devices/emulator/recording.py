@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ _no_subclass = torch.Tensor.__torch_dispatch__
 
 
 class EmulatedRecording:
-    """The tape being written. What an op makes is moved into the pool; the tape holds aliases that own nothing of the pool."""
+    """The tape being written. What an op makes is moved into the pool; the tape's aliases own nothing of the pool."""
 
     reenter: AbstractContextManager[Any]
 
@@ -35,17 +35,17 @@ class EmulatedRecording:
         self._pool, self._first_serial = pool, pool.serial
         self._steps: list[Step] = []
         self._externals: dict[int, External] = {}
-        self._literals: set[int] = set()
+        self._literals: dict[int, Tensor] = {}  # held, so that no later storage takes over the identity
         self._refused: CaptureError | None = None
-        self._undo: dict[int, Callable[[], None]] = {}
+        self._undo: dict[tuple[str, int], Callable[[], None]] = {}
         self._generators: dict[Generator, Tensor] = {}
         self._open = True
         with _plain():
             self._save_generator(torch.default_generator)
-        self._guard = HostGuard(self.refuse)
+        self._guard = HostGuard(self.refuse, self._literals)
         self._stance = eager_compiled()
         self._stance.__enter__()
-        _torch.put_function_mode_below(self._guard)
+        self._guard.enter()
         pool.recording = True
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -60,8 +60,7 @@ class EmulatedRecording:
             if type(t) not in _PLAIN and type(t).__torch_dispatch__ is not _no_subclass:
                 return NotImplemented
         if known.opens is not None:
-            with _torch.function_modes_on(), self.reenter:
-                return _torch.open_composite(func, known.opens, *args, **kwargs)
+            return self._opened(func, known, known.opens, args, kwargs)
         with _torch.function_modes_off():
             self._check(known, operands, args, kwargs)
             if any(known.writes):
@@ -72,9 +71,17 @@ class EmulatedRecording:
                         self._save_generator(g)
             result = known.run(*args, **kwargs)
             if known.op == "lift_fresh":
-                self._literals.add(_torch.storage_key(result))
+                self._literals[_torch.storage_key(result)] = result
                 return result
             return self._record(known, operands, args, kwargs, result)
+
+    def _opened(self, func: Any, known: Facts, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if known.body is not None:
+            with _torch.function_modes_on(), self._guard.inside(), self.reenter:
+                return known.body(*args, **kwargs)
+        # A function mode that saw this call would make the whole call again, and not open it.
+        with _torch.function_modes_off(), self.reenter:
+            return _torch.open_composite(func, key, *args, **kwargs)
 
     def refuse(self, error: CaptureError) -> CaptureError:
         """Remember the first refusal: as on CUDA, whoever swallows it has a recording that can't be used any more."""
@@ -97,6 +104,7 @@ class EmulatedRecording:
         self._leave()
         self._undo.clear()
         self._generators.clear()
+        self._literals.clear()
         return EmulatedSegment(self._steps, list(self._externals.values()), self._pool)
 
     def abort(self) -> None:
@@ -114,12 +122,12 @@ class EmulatedRecording:
         self._generators.clear()
         self._steps.clear()
         self._externals.clear()
+        self._literals.clear()
 
     def _leave(self) -> None:
         self._open = False
         self._pool.recording = False
-        self._guard.on = False
-        _torch.take_function_mode_out(self._guard)
+        self._guard.leave()
         self._stance.__exit__(None, None, None)
 
     def _check(self, known: Facts, operands: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -152,7 +160,7 @@ class EmulatedRecording:
     def _bake(self, op: str, where: str, t: Tensor) -> Tensor:
         address, nbytes = _torch.storage_span(t)
         if self._pool.holds(address):
-            plain = _torch.tensor_at(address, nbytes, t.dtype, t.size(), t.stride(), t.storage_offset(), _CPU)
+            plain = _torch.tensor_at(address, nbytes, t.dtype, t.size(), t.stride(), int(t.storage_offset()), _CPU)
         elif t.device.type != "cpu":
             return t
         else:
@@ -166,16 +174,16 @@ class EmulatedRecording:
         positions, names = known.writes
         written = [args[i] for i in positions if i < len(args)] + [kwargs[n] for n in names if n in kwargs]
         for t in _tensors(tuple(written), {}):
-            key = _torch.storage_key(t)
             address, nbytes = _torch.storage_span(t)
-            if not nbytes or key in self._undo:
+            if not nbytes:
                 continue
-            if not self._pool.holds(address):
-                self._undo[key] = partial(_restore_storage, t.untyped_storage(), address, _bytes(address, nbytes))
-            else:
-                serial = self._pool.serial_of(address)
-                if serial <= self._first_serial:
-                    self._undo[key] = partial(self._restore_block, address, serial, _bytes(address, nbytes))
+            serial = self._pool.serial_of(address) if self._pool.holds(address) else None
+            if serial is None:
+                key = ("storage", _torch.storage_key(t))
+                if key not in self._undo:
+                    self._undo[key] = partial(_restore_storage, t.untyped_storage(), address, _bytes(address, nbytes))
+            elif serial <= self._first_serial and ("block", serial) not in self._undo:
+                self._undo["block", serial] = partial(self._restore_block, address, serial, _bytes(address, nbytes))
 
     def _restore_block(self, address: int, serial: int, before: ctypes.Array[ctypes.c_char]) -> None:
         if self._pool.serial_of(address) == serial:
@@ -187,7 +195,7 @@ class EmulatedRecording:
 
 
 class _Fresh:
-    """Moves what one op made into the pool. What shares memory with an operand stays: views, results of in-place ops."""
+    """Moves what one op made into the pool. What shares memory with an operand stays: views, and in-place results."""
 
     def __init__(self, pool: EmulatedPool, known: Facts, given: set[int]) -> None:
         self.stores: list[tuple[tuple[int, ...], Store]] = []  # where in the result, and how a replay writes it
@@ -283,6 +291,6 @@ def _map(bake: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _plain() -> Any:
+def _plain() -> Iterator[None]:
     with _torch.function_modes_off(), _torch.dispatch_modes_off():
         yield

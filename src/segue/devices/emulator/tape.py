@@ -38,8 +38,9 @@ class Step:
 class EmulatedSegment:
     """A recorded tape.
 
-    Recording ran every op, with the effect that the first launch has on CUDA. So the first launch after ``commit`` finds its
-    work done; the ones after it run the tape. Whoever commits a segment launches it at once, before anything else happens.
+    Recording ran every op, with the effect that the first launch has on CUDA. So the first launch after ``commit``
+    finds its work done, and the ones after it run the tape. Whoever commits a segment launches it before anything else
+    happens.
     """
 
     def __init__(self, steps: list[Step], externals: list[External], pool: EmulatedPool) -> None:
@@ -98,6 +99,6 @@ class EmulatedSegment:
         e = next(e for e in self._externals if e.storage.data_ptr() != e.address)
         what = "was freed (its storage was resized to nothing)" if not e.storage.nbytes() else "has moved in memory"
         return ReplayError(
-            f"a tensor that {e.op} at {e.where} uses {what} since it was captured. The graph would read the old address, "
-            "{0:#x}. Keep the storage as it is and change values in place (copy_), or capture again.".format(e.address)
+            f"a tensor that {e.op} at {e.where} uses {what} since it was captured, and the graph would go on with the "
+            "old address. Keep its storage as it is and change the values in place (copy_), or capture again."
         )

@@ -1,89 +1,53 @@
-"""CUDA: segments are ``torch.cuda.CUDAGraph`` objects in one memory pool, recorded on one capture stream per device.
-
-``torch.cuda.graph`` synchronises and empties the cache for every graph, so ``capture_begin`` and ``capture_end`` are driven
-directly. What torch does not offer in public goes through :mod:`segue._torch`.
-"""
+"""The graph pool: a private pool of torch's caching allocator, its turns, and what is retired from it."""
 
 from __future__ import annotations
 
 import atexit
 import bisect
 import contextlib
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from segue import _torch
-from segue.devices.protocol import PoolUsage, Segment, Traits
-from segue.errors import CaptureError
+from segue.devices.protocol import PoolUsage, Segment
 
-_sessions = 0  # captures under way in this process: graphs must not be destroyed meanwhile
-_parked: list[CudaPool] = []  # pools that retired something meanwhile
-_books = threading.RLock()
+if TYPE_CHECKING:
+    from segue.devices.cuda.device import CudaDevice
 
 
-class CudaSegment:
-    """One instantiated CUDA graph."""
+class _SessionBooks:
+    """Captures under way in this process: graphs must not be destroyed meanwhile, so what is retired is parked."""
 
-    __slots__ = ("empty", "graph", "launch")
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.open = 0
+        self.parked: list[CudaPool] = []
+        self.pools: list[CudaPool] = []
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, empty: bool) -> None:
-        self.graph, self.empty = graph, empty
-        self.launch: Callable[[], None] = _nothing if empty else _torch.graph_launcher(graph)
+    def __enter__(self) -> None:
+        with self.lock:
+            self.open += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.open -= 1
+            while not self.open and self.parked:
+                self.parked.pop().flush()
+
+    def at_exit(self) -> None:
+        """Graphs before their pools, while CUDA still stands."""
+        for pool in self.pools:
+            with contextlib.suppress(Exception):
+                pool.flush(even_if_attached=True)
 
 
-def _nothing() -> None:
-    return None
-
-
-class CudaRecording:
-    """A stream capture under way on the current stream."""
-
-    reenter: AbstractContextManager[Any]
-
-    def __init__(self, pool: CudaPool) -> None:
-        self._pool, self._ops = pool, 0
-        pool.anchor()
-        self._graph = _torch.new_graph()
-        self._stance = _fail_on_recompile()
-        self._stance.__enter__()
-        try:
-            self._graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
-        except BaseException:
-            self.abort()
-            raise
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)
-
-    def commit(self) -> CudaSegment:
-        """End the capture and instantiate the graph.
-
-        Raises:
-            CaptureError: CUDA had invalidated the capture.
-        """
-        self._stance.__exit__(None, None, None)
-        self._stance = nullcontext()
-        try:
-            empty = _torch.finish_graph(self._graph)
-        except Exception as e:
-            self.abort()
-            raise CaptureError(
-                f"CUDA refused the segment when its recording ended ({str(e).splitlines()[0]}). Something inside it can't be "
-                "in a graph, most often a host read (.item(), .cpu()) or a synchronisation whose error was swallowed: move it "
-                "into a break point."
-            ) from e
-        return CudaSegment(self._graph, empty)
-
-    def abort(self) -> None:
-        self._stance.__exit__(None, None, None)
-        self._stance = nullcontext()
-        _torch.abandon_graph(self._graph, self._pool.device.index, self._pool.id)
+session_books = _SessionBooks()
+atexit.register(session_books.at_exit)
 
 
 class CudaPool:
@@ -94,14 +58,16 @@ class CudaPool:
         self.replays = 0
         self._mempool = torch.cuda.MemPool()
         self._lock = threading.RLock()
+        self._devices: list[int] = []  # current before each turn under way
         self._stream: int | None = None  # raw stream of the last replay
         self._stream_object: torch.cuda.Stream | None = None
         self._attached: set[object] = set()
-        self._retired: list[Segment] = []
+        self._retired: list[Any] = []
         self._anchor: torch.cuda.CUDAGraph | None = None
         self._starts: list[int] = []
         self._ranges: list[tuple[int, int, bool]] = []  # (start, end, in this pool), sorted
         self._turn = _Turn(self)
+        session_books.pools.append(self)
 
     @property
     def id(self) -> Any:
@@ -171,29 +137,28 @@ class CudaPool:
         return self._turn
 
     def attach(self, capture: object) -> None:
-        with _books:
+        with session_books.lock:
             self._attached.add(capture)
 
     def retire(self, capture: object, segments: Sequence[Segment]) -> None:
-        with _books:
+        with session_books.lock:
             self._attached.discard(capture)
             self._retired.extend(segments)
-            if _sessions:
-                _parked.append(self)
+            if session_books.open:
+                session_books.parked.append(self)
             else:
                 self.flush()
 
-    def flush(self) -> None:
+    def flush(self, even_if_attached: bool = False) -> None:
         """Destroy what was retired, all at once, if nothing alive shares the pool.
 
         Resetting one graph can free a cuBLAS workspace of the stream that other graphs baked (pytorch#193402).
         """
-        if self._attached or self._anchor is None:
+        if self._anchor is None or (self._attached and not even_if_attached):
             return
         torch.cuda.synchronize(self.device.torch_device)
         for segment in self._retired:
-            if isinstance(segment, CudaSegment):
-                segment.graph.reset()
+            segment.destroy()
         self._retired.clear()
         self._anchor.reset()
         self._anchor = None
@@ -204,6 +169,10 @@ class CudaPool:
     def enter(self) -> None:
         self._lock.acquire()
         self.replays += 1
+        before = _torch.current_device()
+        self._devices.append(before)
+        if before != self.device.index:
+            torch.cuda.set_device(self.device.index)
         raw = _torch.raw_stream(self.device.index)
         if raw != self._stream:
             current = torch.cuda.current_stream(self.device.torch_device)
@@ -212,6 +181,9 @@ class CudaPool:
             self._stream, self._stream_object = raw, current
 
     def leave(self) -> None:
+        before = self._devices.pop()
+        if before != self.device.index:
+            torch.cuda.set_device(before)
         self._lock.release()
 
     def _all_blocks(self) -> list[tuple[int, int, str]]:
@@ -239,81 +211,3 @@ class _Turn:
 
     def __exit__(self, *_: object) -> None:
         self._pool.leave()
-
-
-class CudaDevice:
-    """One CUDA device."""
-
-    traits = Traits(streams=True, driver_memory=True, timing=True, compiled=True)
-
-    def __init__(self, index: int) -> None:
-        self.index, self.name = index, f"cuda:{index}"
-        self.torch_device = torch.device("cuda", index)
-        self._pool: CudaPool | None = None
-        self._stream: torch.cuda.Stream | None = None
-
-    def default_pool(self) -> CudaPool:
-        if self._pool is None:
-            self._pool = self.new_pool()
-        return self._pool
-
-    def new_pool(self) -> CudaPool:
-        with torch.cuda.device(self.index):
-            pool = CudaPool(self)
-        _pools.append(pool)
-        return pool
-
-    def default_stream(self) -> torch.cuda.Stream:
-        if self._stream is None:
-            self._stream = _torch.private_stream(self.torch_device)
-        return self._stream
-
-    @contextmanager
-    def session(self, pool: CudaPool, stream: torch.cuda.Stream) -> Iterator[None]:
-        global _sessions
-        with torch.cuda.device(self.index):
-            caller = torch.cuda.current_stream()
-            with _books:
-                _sessions += 1
-            stream.wait_stream(caller)
-            pool.look()
-            try:
-                with torch.cuda.stream(stream):
-                    yield
-            finally:
-                caller.wait_stream(stream)
-                with _books:
-                    _sessions -= 1
-                    if not _sessions:
-                        while _parked:
-                            _parked.pop().flush()
-
-    def begin(self, pool: CudaPool) -> CudaRecording:
-        return CudaRecording(pool)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.torch_device)
-
-    def driver_bytes(self) -> int:
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        return max(0, total - free - torch.cuda.memory_reserved(self.torch_device))
-
-
-_pools: list[CudaPool] = []
-
-
-@atexit.register
-def _at_exit() -> None:
-    """Graphs before their pools, while CUDA still stands."""
-    for pool in _pools:
-        with contextlib.suppress(Exception):
-            pool._attached.clear()
-            pool.flush()
-
-
-def _fail_on_recompile() -> AbstractContextManager[Any]:
-    """Compiled code that would recompile inside a capture invalidates it, and a far away op raises: name it instead."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("fail_on_recompile")
-    return stance

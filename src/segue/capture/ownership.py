@@ -1,0 +1,209 @@
+"""Who owns what a graph reads: names for external tensors, and a quick look, before each replay, whether they are still there.
+
+A graph bakes addresses. The capture keeps the memory behind them alive, so nothing dangles; but a parameter that was given
+other memory (``p.data = ...``, a new ``Parameter``, a cache replaced) would go on being read as it was, in silence.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue import _torch
+from segue.capture.context import ContextMap, getter, is_plain, show
+from segue.capture.state import state
+from segue.capture.watch import External
+from segue.errors import ReplayError
+
+_DEPTH = 4  # of containers and plain objects; submodules are followed to the end
+_MOST = 50_000  # objects looked at: names are a service, and a capture must not walk the whole process for them
+_data_ptr = Tensor.data_ptr
+
+
+class Place:
+    """Where a tensor is held by name: ``holder[key]``, or ``holder.key`` where the holder isn't a dict, list or tuple."""
+
+    __slots__ = ("holder", "key", "name", "subscript")
+
+    def __init__(self, holder: Any, key: Any, name: str) -> None:
+        self.holder, self.key, self.name = holder, key, name
+        self.subscript = isinstance(holder, dict | list | tuple)
+
+    def get(self) -> Any:
+        try:
+            return self.holder[self.key] if self.subscript else getattr(self.holder, self.key)
+        except (KeyError, IndexError, AttributeError, ValueError):
+            return None
+
+
+class Ownership:
+    """The externals of one capture, where they are held, and :meth:`check`.
+
+    Args:
+        externals: what segments read or write outside the pool.
+        root: the function that was captured, from which names are looked for; None for a bare capture.
+        context_tensors: tensors of the live context whose address a break's arguments have baked, by path.
+    """
+
+    def __init__(
+        self, externals: list[External], root: Any, context_tensors: Mapping[str, tuple[Callable[[Any], Any], Tensor]]
+    ) -> None:
+        places, links = _places(root) if root is not None else ({}, [])
+        contexts = ContextMap(state.ctx)
+        named: list[tuple[Place, External]] = []
+        self.unnamed: list[External] = []
+        self._context: list[tuple[str, Callable[[Any], Any], int, External | None]] = [
+            (path, get, t.data_ptr(), None) for path, (get, t) in context_tensors.items()
+        ]
+        for external in externals:
+            place = places.get(_torch.storage_key(external.tensor))
+            if place is not None:
+                named.append((place, external))
+            elif (path := contexts.find_memory(external.tensor)) is not None:
+                get = getter(path)
+                self._context.append((show(path), get, get(state.ctx).data_ptr(), external))
+            else:
+                self.unnamed.append(external)
+        self._items = [(place, external) for place, external in named if place.subscript]
+        self._attributes = [(place, external, place.get().data_ptr()) for place, external in named if not place.subscript]
+        self._lookups = [(place.holder, place.key) for place, _ in self._items]
+        self._loose = [external.seen for external in self.unnamed]
+        self._links = [(table, key) for table, key, _ in links]
+        self._linked = [child for _, _, child in links]
+        self._pointers = list(map(_data_ptr, self._tensors()))
+
+    def check(self) -> None:
+        """See that everything a segment baked is where it was.
+
+        Raises:
+            ReplayError: something was re-pointed, resized or freed; names it and the line that reads it.
+        """
+        try:
+            if list(map(_data_ptr, self._tensors())) != self._pointers or [d[k] for d, k in self._links] != self._linked:
+                raise self._moved()
+        except (KeyError, IndexError, TypeError):
+            raise self._moved() from None
+        for place, external, pointer in self._attributes:
+            if _pointer(place.get()) != pointer:
+                raise _repointed(place.name, external)
+        for path, get, pointer, used in self._context:
+            try:
+                now = get(state.ctx)
+            except (AttributeError, KeyError, IndexError, TypeError):
+                now = None
+            if _pointer(now) != pointer:
+                raise _context_moved(path, used)
+
+    def _tensors(self) -> list[Tensor]:
+        return [holder[key] for holder, key in self._lookups] + self._loose
+
+    def _moved(self) -> ReplayError:
+        pointers = iter(self._pointers)
+        for place, external in self._items:
+            if _pointer(place.get()) != next(pointers):
+                return _repointed(place.name, external)
+        for external, pointer in zip(self.unnamed, pointers, strict=True):
+            if _pointer(external.seen) != pointer:
+                return _repointed(f"a tensor {tuple(external.tensor.shape)} {external.tensor.dtype}", external)
+        return ReplayError(
+            "a submodule of the captured function was replaced; its graphs would go on reading the old one. Capture again."
+        )
+
+
+def _pointer(value: Any) -> int | None:
+    return value.data_ptr() if isinstance(value, Tensor) else None
+
+
+def _repointed(name: str, external: External) -> ReplayError:
+    return ReplayError(
+        f"{name}, used by {external.op} at {external.where}, has other memory than at capture (re-pointed, resized or freed). "
+        "The graph would go on with the old values. Change values in place (copy_), or capture again."
+    )
+
+
+def _context_moved(path: str, external: External | None) -> ReplayError:
+    reader = f"{external.op} at {external.where}" if external is not None else "a break's argument, a view of it,"
+    return ReplayError(
+        f"{path} is another tensor than at capture, and {reader} has baked the old one's address. Declare it as an input, read "
+        "it inside a break, or keep one tensor and copy_ into it."
+    )
+
+
+def _places(root: Any) -> tuple[dict[int, Place], list[tuple[dict[str, Any], str, Any]]]:
+    """Where each storage reachable from ``root`` is held (the first place found), and the links from modules to submodules."""
+    found: dict[int, Place] = {}
+    links: list[tuple[dict[str, Any], str, Any]] = []
+    seen: set[int] = set()
+    stack: list[tuple[Any, str, int]] = [(root, getattr(root, "__name__", type(root).__name__), _DEPTH)]
+    while stack and len(seen) < _MOST:
+        value, name, depth = stack.pop()
+        if id(value) in seen or depth < 0:
+            continue
+        seen.add(id(value))
+        for holder, key, child, text in _held(value):
+            label = f"{name}{text}"
+            if isinstance(child, Tensor):
+                if child.layout is torch.strided and _has_storage(child):
+                    found.setdefault(_torch.storage_key(child), Place(holder, key, label))
+            elif isinstance(child, torch.nn.Module):
+                if isinstance(value, torch.nn.Module):
+                    links.append((value._modules, key, child))  # type: ignore[arg-type]
+                stack.append((child, label, _DEPTH))
+            elif not is_plain(child) or isinstance(child, FunctionType):
+                stack.append((child, label, depth - 1))
+    return found, links
+
+
+def _held(value: Any) -> Iterator[tuple[Any, Any, Any, str]]:
+    """``(holder, key, child, how to say it)`` for everything that an object holds by name."""
+    if isinstance(value, torch.nn.Module):
+        for table in (value._parameters, value._buffers, value._modules):
+            yield from ((table, k, v, f".{k}") for k, v in table.items() if v is not None)
+        yield from ((value.__dict__, k, v, f".{k}") for k, v in list(value.__dict__.items()) if not k.startswith("_"))
+    elif isinstance(value, MethodType):
+        yield value, "__self__", value.__self__, ""
+        yield value, "__func__", value.__func__, ""
+    elif isinstance(value, functools.partial):
+        yield value, "func", value.func, ""
+        yield from ((value.args, i, v, f"[{i}]") for i, v in enumerate(value.args))
+        yield from ((value.keywords, k, v, f".{k}") for k, v in value.keywords.items())
+    elif isinstance(value, FunctionType):
+        yield from _held_by_function(value)
+    elif isinstance(value, dict):
+        yield from ((value, k, v, f"[{k!r}]") for k, v in list(value.items()))
+    elif isinstance(value, list | tuple):
+        yield from ((value, i, v, f"[{i}]") for i, v in enumerate(value))
+    elif not isinstance(value, type) and isinstance(getattr(value, "__dict__", None), dict):
+        yield from ((value.__dict__, k, v, f".{k}") for k, v in list(value.__dict__.items()))
+
+
+def _held_by_function(fn: FunctionType) -> Iterator[tuple[Any, Any, Any, str]]:
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
+        if isinstance(cell, CellType) and (content := _content(cell)) is not None:
+            yield cell, "cell_contents", content, f": {name}"
+    for i, default in enumerate(fn.__defaults__ or ()):
+        yield fn.__defaults__, i, default, f" default {i}"
+    for name in fn.__code__.co_names:
+        if name in fn.__globals__ and isinstance(fn.__globals__[name], Tensor | torch.nn.Module | dict | list):
+            yield fn.__globals__, name, fn.__globals__[name], f": {name}"
+    if (wrapped := getattr(fn, "__wrapped__", None)) is not None:
+        yield fn, "__wrapped__", wrapped, ""
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _has_storage(t: Tensor) -> bool:
+    try:
+        return t.untyped_storage().nbytes() > 0
+    except (RuntimeError, NotImplementedError):
+        return False

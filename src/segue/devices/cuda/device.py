@@ -1,0 +1,71 @@
+"""CUDA as a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from segue import _torch
+from segue.devices.cuda import streams
+from segue.devices.cuda.pool import CudaPool, session_books
+from segue.devices.cuda.recording import CudaRecording
+from segue.devices.protocol import Traits
+from segue.errors import UsageError
+
+
+class CudaDevice:
+    """One CUDA device."""
+
+    traits = Traits(streams=True, driver_memory=True, timing=True, compiled=True)
+
+    def __init__(self, index: int) -> None:
+        self.index, self.name = index, f"cuda:{index}"
+        self.torch_device = torch.device("cuda", index)
+        self._pool: CudaPool | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def default_pool(self) -> CudaPool:
+        if self._pool is None:
+            self._pool = self.new_pool()
+        return self._pool
+
+    def new_pool(self) -> CudaPool:
+        with torch.cuda.device(self.index):
+            pool = CudaPool(self)
+        return pool
+
+    def default_stream(self) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = _torch.private_stream(self.torch_device)
+        return self._stream
+
+    @contextmanager
+    def session(self, pool: CudaPool, stream: torch.cuda.Stream) -> Iterator[None]:
+        if stream.cuda_stream == 0:
+            raise UsageError("CUDA can't capture on the legacy default stream. Leave stream= out, or give a torch.cuda.Stream().")
+        with session_books, torch.cuda.device(self.index):
+            caller = torch.cuda.current_stream()
+            stream.wait_stream(caller)
+            pool.look()
+            try:
+                with torch.cuda.stream(stream):
+                    torch.cuda.current_blas_handle()  # can't be made, nor its workspace, while the stream is recorded
+                    yield
+            finally:
+                caller.wait_stream(stream)
+
+    def begin(self, pool: CudaPool) -> CudaRecording:
+        return CudaRecording(pool)
+
+    def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
+        return streams.ordered(fn)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def driver_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return max(0, total - free - torch.cuda.memory_reserved(self.torch_device))

@@ -1,0 +1,107 @@
+"""Recording a segment: a stream capture that becomes one graph."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+
+from segue import _torch
+from segue.devices.cuda.pool import CudaPool
+from segue.devices.cuda.streams import Seen, observing
+from segue.errors import CaptureError
+
+
+class CudaSegment:
+    """One instantiated CUDA graph."""
+
+    __slots__ = ("empty", "graph", "launch")
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, empty: bool, seen: Seen) -> None:
+        waits, events = list(seen.waits), seen.records
+        self.graph, self.empty = graph, empty and not waits and not events
+        launch: Callable[[], None] = _nothing if empty else _torch.graph_launcher(graph)
+        self.launch = launch if not waits and not events else _surrounded(launch, waits, events)
+
+    def destroy(self) -> None:
+        """Free the graph. A later launch is torch's error, never a stale result."""
+        self.graph.reset()
+
+
+def _nothing() -> None:
+    return None
+
+
+def _surrounded(launch: Callable[[], None], waits: list[Callable[[], None]], events: list[Any]) -> Callable[[], None]:
+    def with_edges() -> None:
+        for wait in waits:
+            wait()
+        launch()
+        for event in events:
+            event.record()
+
+    return with_edges
+
+
+class CudaRecording:
+    """A stream capture under way on the current stream."""
+
+    reenter: AbstractContextManager[Any]
+
+    def __init__(self, pool: CudaPool) -> None:
+        pool.anchor()
+        self._graph = _torch.new_graph()
+        self._seen = Seen()
+        self._scope = ExitStack()
+        self._scope.enter_context(_fail_on_recompile())
+        self._scope.enter_context(observing(self._seen))
+        try:
+            self._graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
+        except BaseException:
+            self.abort()
+            raise
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+    def commit(self) -> CudaSegment:
+        """End the capture and instantiate the graph.
+
+        Raises:
+            CaptureError: CUDA had invalidated the capture.
+        """
+        self._scope.close()
+        try:
+            empty = _torch.finish_graph(self._graph)
+        except Exception as e:
+            self.abort()
+            raise CaptureError(_why(str(e))) from e
+        return CudaSegment(self._graph, empty, self._seen)
+
+    def abort(self) -> None:
+        self._scope.close()
+        _torch.abandon_graph(self._graph)
+
+
+def _why(text: str) -> str:
+    first = text.splitlines()[0] if text else "no reason given"
+    if "unjoined" in text:
+        return (
+            f"a segment ended while a side stream that was forked in it had not been joined ({first}). Call "
+            "current_stream().wait_stream(side) before the break, or before the forward ends."
+        )
+    return (
+        f"CUDA refused the segment when its recording ended ({first}). Something inside it can't be in a graph, most often a "
+        "host read (.item(), .cpu()) or a synchronisation whose error was swallowed: move it into a break point."
+    )
+
+
+def _fail_on_recompile() -> AbstractContextManager[Any]:
+    """Compiled code that would recompile inside a capture invalidates it, and a far away op raises: name it instead."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("fail_on_recompile")
+    return stance
