@@ -131,10 +131,16 @@ def _replace_invalid_capture() -> None:
     runtime.cudaStreamBeginCapture(stream, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
 
 
-def memory_segments(pool: Any = None) -> list[dict[str, Any]]:
-    """The allocator's segments (of one pool), without their histories where torch can leave them out."""
+def memory_segments(pool: Any) -> list[dict[str, Any]]:
+    """The allocator's segments of one pool, without their histories where torch can leave them out."""
     kwargs: dict[str, Any] = {"include_traces": False} if _SNAPSHOT_TRACES else {}
-    return list(torch.cuda.memory_snapshot(pool, **kwargs) if pool is not None else torch.cuda.memory_snapshot(**kwargs))
+    return list(torch.cuda.memory_snapshot(pool, **kwargs))
+
+
+def allocator_mark(device: int) -> tuple[int, int]:
+    """Changes whenever torch's allocator takes memory from the device or gives some back."""
+    stats = torch._C._cuda_memoryStats(device)
+    return int(stats["num_device_alloc"]), int(stats["reserved_bytes"]["all"]["current"])
 
 
 def raw_stream(device: int) -> int:

@@ -114,4 +114,3 @@ ALLOWED: dict[str, Snippet] = {
 def _under(x: Tensor, fn: Callable[[], Tensor]) -> Tensor:
     with x.device:
         return fn()
-

@@ -58,6 +58,10 @@ class Watch(TorchDispatchMode):
     def is_infra_mode(cls) -> bool:
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper it would get imports dynamo, which takes a second and is of no use here
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         try:
@@ -95,7 +99,7 @@ class Watch(TorchDispatchMode):
             key = _torch.storage_key(t)
         except (RuntimeError, NotImplementedError):
             return  # a wrapper without storage: its inner tensors come next
-        if key in self.externals or not t.numel():
+        if key in self.externals or not t.numel() or _torch.storage_span(t)[0] in self._made:
             return
         if self.pool.owns(t):
             self.prove(t, func)

@@ -49,7 +49,6 @@ class CudaDevice:
         with session_books, torch.cuda.device(self.index):
             caller = torch.cuda.current_stream()
             stream.wait_stream(caller)
-            pool.look()
             try:
                 with torch.cuda.stream(stream):
                     torch.cuda.current_blas_handle()  # can't be made, nor its workspace, while the stream is recorded

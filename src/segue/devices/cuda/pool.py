@@ -64,8 +64,9 @@ class CudaPool:
         self._attached: set[object] = set()
         self._retired: list[Any] = []
         self._anchor: torch.cuda.CUDAGraph | None = None
-        self._starts: list[int] = []
-        self._ranges: list[tuple[int, int, bool]] = []  # (start, end, in this pool), sorted
+        self._starts: list[int] = []  # of the pool's memory, sorted, with the ends beside them
+        self._ends: list[int] = []
+        self._mark: object = None
         self._turn = _Turn(self)
         session_books.pools.append(self)
 
@@ -89,29 +90,21 @@ class CudaPool:
         if t.device != self.device.torch_device:
             return False
         address = _torch.storage_span(t)[0]
-        known = self._find(address)
-        if known is None:
-            self.look()
-            known = self._find(address)
-        return bool(known)
+        return self._holds(address) or (self._grew() and self._holds(address))
 
-    def look(self) -> None:
-        """Learn which of the allocator's segments are this pool's."""
-        ranges = [
-            (s["address"], s["address"] + s["total_size"], tuple(s.get("segment_pool_id", (0, 0))) == tuple(self.id))
-            for s in _torch.memory_segments()
-            if s["device"] == self.device.index
-        ]
-        self._ranges = sorted(ranges)
-        self._starts = [r[0] for r in self._ranges]
-
-    def _find(self, address: int) -> bool | None:
+    def _holds(self, address: int) -> bool:
         i = bisect.bisect_right(self._starts, address) - 1
-        if i >= 0:
-            start, end, ours = self._ranges[i]
-            if start <= address < end:
-                return ours
-        return None
+        return i >= 0 and address < self._ends[i]
+
+    def _grew(self) -> bool:
+        """Look again which memory is this pool's, if torch has taken any from the device since the last time."""
+        mark = _torch.allocator_mark(self.device.index)
+        if mark == self._mark:
+            return False
+        self._mark = mark
+        spans = sorted((s["address"], s["address"] + s["total_size"]) for s in self._segments())
+        self._starts, self._ends = [s for s, _ in spans], [e for _, e in spans]
+        return True
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False), torch.cuda.use_mem_pool(self._mempool, self.device.torch_device):
@@ -163,7 +156,7 @@ class CudaPool:
         self._anchor.reset()
         self._anchor = None
         self._mempool = torch.cuda.MemPool()
-        self._starts, self._ranges = [], []
+        self._starts, self._ends, self._mark = [], [], None
         torch.cuda.empty_cache()
 
     def enter(self) -> None:
@@ -186,15 +179,22 @@ class CudaPool:
             torch.cuda.set_device(before)
         self._lock.release()
 
+    def _segments(self) -> list[dict[str, Any]]:
+        # All pools' segments can't be asked for: torch 2.11 crashed walking what retired pools had left.
+        mine = tuple(self.id)
+        return [
+            s
+            for s in _torch.memory_segments(self.id)
+            if s["device"] == self.device.index and tuple(s.get("segment_pool_id", mine)) == mine
+        ]
+
     def _all_blocks(self) -> list[tuple[int, int, str]]:
-        ours = tuple(self.id)
         found = []
-        for s in _torch.memory_segments(self.id):
-            if s["device"] == self.device.index and tuple(s.get("segment_pool_id", (0, 0))) == ours:
-                address = s["address"]
-                for b in s["blocks"]:
-                    found.append((b.get("address", address), b["size"], b["state"]))
-                    address += b["size"]
+        for s in self._segments():
+            address = s["address"]
+            for b in s["blocks"]:
+                found.append((b.get("address", address), b["size"], b["state"]))
+                address += b["size"]
         return found
 
 
