@@ -63,6 +63,7 @@ class CudaPool:
         self._stream_object: torch.cuda.Stream | None = None
         self._attached: set[object] = set()
         self._retired: list[Any] = []
+        self.abandoned = False  # some recording into it was
         self._anchor: torch.cuda.CUDAGraph | None = None
         self._starts: list[int] = []  # of the pool's memory, sorted, with the ends beside them
         self._ends: list[int] = []
@@ -145,7 +146,9 @@ class CudaPool:
     def flush(self, even_if_attached: bool = False) -> None:
         """Destroy what was retired, all at once, if nothing alive shares the pool.
 
-        Resetting one graph can free a cuBLAS workspace of the stream that other graphs baked (pytorch#193402).
+        Resetting one graph can free a cuBLAS workspace of the stream that other graphs baked (pytorch#193402). A pool in which a
+        recording was abandoned is not given back to the device, only used again: destroying it corrupts torch's allocator
+        (torch 2.11; pytorch#190308).
         """
         if self._anchor is None or (self._attached and not even_if_attached):
             return
@@ -153,6 +156,8 @@ class CudaPool:
         for segment in self._retired:
             segment.destroy()
         self._retired.clear()
+        if self.abandoned:
+            return
         self._anchor.reset()
         self._anchor = None
         self._mempool = torch.cuda.MemPool()

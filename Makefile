@@ -1,0 +1,49 @@
+# Both targets do all the set-up they need, from a clean clone, and again only what changed.
+#   make demo    real prompts through captured graphs, compared with the untouched model
+#   make test    ruff, mypy --strict, pytest
+# PYTHON picks the interpreter. If it already has torch (a CUDA build, say), that torch is used.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test lint types unit setup clean
+
+demo: setup
+	$(BIN)/segue demo
+
+test: lint types unit
+
+lint: setup
+	$(BIN)/ruff check .
+
+types: setup
+	$(BIN)/mypy
+
+unit: setup
+	$(BIN)/python -m pytest -q
+
+setup: $(VENV)/.installed
+
+# A torch that the interpreter brings along is kept, and so is its version: the constraint on it is dropped.
+$(VENV)/.made: constraints.txt
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
+		$(PYTHON) -m venv --system-site-packages $(VENV) && grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt; \
+	else \
+		$(PYTHON) -m venv $(VENV) && cp constraints.txt $(VENV)/constraints.txt; \
+	fi
+	@touch $@
+
+# torch comes first and pinned, so that no other requirement resolves to a build for another device.
+$(VENV)/.torch: $(VENV)/.made
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install -q -c $(VENV)/constraints.txt torch
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(PIP) install -q -c $(VENV)/constraints.txt -e '.[demo,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

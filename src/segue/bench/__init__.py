@@ -1,0 +1,1 @@
+"""Measurements that end up in ``benchmarks/results``: one module each, run by ``segue bench``."""

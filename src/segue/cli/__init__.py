@@ -1,0 +1,30 @@
+"""The ``segue`` command: results on stdout, progress on stderr; exit 0 ok, 1 a comparison failed, 2 wrong use."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from segue.cli import bench, demo, env
+from segue.errors import SegueError
+
+app = typer.Typer(
+    name="segue",
+    help="Run a forward whose shape changes from call to call out of CUDA graphs captured once.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("demo")(demo.demo)
+app.command("env")(env.env)
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """Entry point of the console command."""
+    try:
+        app()
+    except SegueError as e:
+        print(f"segue: {e}", file=sys.stderr)
+        sys.exit(2)

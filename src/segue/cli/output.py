@@ -1,0 +1,61 @@
+"""Results as Markdown, JSON or CSV, on stdout; everything else on stderr."""
+
+from __future__ import annotations
+
+import csv
+import enum
+import io
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+Row = Mapping[str, Any]
+
+log = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class Format(enum.StrEnum):
+    """How results are written."""
+
+    MD = "md"
+    JSON = "json"
+    CSV = "csv"
+
+
+FormatOption = Annotated[Format, typer.Option("-o", "--output", help="How the results are written to stdout.")]
+
+
+def render(rows: Sequence[Row], form: Format, notes: Sequence[str] = ()) -> str:
+    """The rows, with the notes above them (Markdown), beside them (JSON) or left out (CSV). Ends in a newline."""
+    if form is Format.JSON:
+        whole = {"notes": list(notes), "rows": [dict(row) for row in rows]}
+        return json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
+    if form is Format.CSV:
+        out = io.StringIO()
+        writer = csv.DictWriter(out, fieldnames=_columns(rows), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return out.getvalue()
+    return "\n\n".join([*notes, table(rows)]) + "\n"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A Markdown table. Cells of one line; a missing cell is empty."""
+    columns = _columns(rows)
+    lines = [columns, ["---"] * len(columns), *([_cell(row.get(c)) for c in columns] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _columns(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(column for row in rows for column in row))
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return str(value).replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,1 @@
+"""Libraries whose models segue runs."""

@@ -1,0 +1,66 @@
+"""Hugging Face transformers: every forward of a model's decoder replayed from captured graphs.
+
+Importing this module needs torch alone; transformers is looked for when :func:`accelerate` is called.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from segue.errors import UsageError
+
+if TYPE_CHECKING:
+    from segue.devices import Device
+    from segue.integrations.transformers.handle import Accelerated
+
+__all__ = ["accelerate"]
+
+_STRATEGIES = ("auto", "breakable")
+
+
+def accelerate(
+    model: Any,
+    max_tokens: int = 2048,
+    strategy: str = "auto",
+    compile: bool = False,
+    *,
+    device: str | Device | None = None,
+) -> Accelerated:
+    """Run a transformers model's decoder out of captured graphs, in place: the same tokens, sooner.
+
+    The embedding and the head stay the model's own, outside the graphs; attention and the KV cache run live, in the
+    breaks between them, with the model's own attention function, masks and cache. What can't be served that way runs
+    the untouched forward and is counted, with the reason, in the handle's ``stats``.
+
+    Args:
+        model: a ``PreTrainedModel`` of a supported family (llama, mistral, qwen2, qwen3), in eval mode, on one device.
+        max_tokens: the most tokens of *one forward* (batch times padded length), not of the text generated. Longer
+            forwards run untouched.
+        strategy: ``"auto"`` or ``"breakable"``.
+        compile: must be False. Compiling the layers before they are captured is not supported yet.
+        device: None means the model's; ``"emulator"`` says that CPU, for correctness only, is meant.
+
+    Returns:
+        A handle that forwards calls and attributes to the model. ``restore()``, or leaving its ``with``, gives the
+        model back as it was.
+
+    Raises:
+        SegueError: transformers is missing, or the model can't be served and why: its family, its mode, its devices, an
+            attention that never reaches the break, a result that differs from the untouched model's.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise UsageError(
+            "segue.accelerate() takes Hugging Face models, and transformers is not installed here. "
+            "Install it with: pip install 'segue-graphs[transformers]'"
+        )
+    if strategy not in _STRATEGIES:
+        raise UsageError(f"strategy={strategy!r} is not one that segue.accelerate() knows: use one of {_STRATEGIES}")
+    if compile:
+        raise UsageError(
+            "segue.accelerate(compile=True) is not supported yet: graphs hold the kernels that the model launches "
+            "eagerly. Use compile=False."
+        )
+    from segue.integrations.transformers.handle import Accelerated
+
+    return Accelerated(model, max_tokens=max_tokens, device=device)

@@ -1,0 +1,173 @@
+"""Which models segue can serve, found out before anything is captured, and refused by name where it can't."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from segue import _where
+from segue.errors import UsageError
+
+# Tested families: a decoder of identical layers, token-wise but for attention, which goes through AttentionInterface.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+_HOST_ROPE = ("dynamic", "longrope")
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+
+
+def decoder_of(model: Any) -> Any:
+    """The decoder of ``model`` whose forward segue takes over.
+
+    Raises:
+        UsageError: the model can't be served; says which and why.
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(
+            f"segue.accelerate() takes a transformers PreTrainedModel, not a {type(model).__qualname__}. "
+            "For any other function over tensors use segue.GraphRunner with a segue.break_point."
+        )
+    decoder: Any = model.base_model
+    _check_family(model, decoder)
+    _check_mode(model)
+    _check_rope(model, decoder.config)
+    _check_hooks(model, decoder)
+    if getattr(decoder.__dict__.get("forward"), "_segue", False):
+        raise UsageError(f"{_name(model)} is accelerated already: call restore() on the handle of the first time")
+    return decoder
+
+
+def device_of(decoder: nn.Module) -> torch.device:
+    """The one device of the decoder's parameters.
+
+    Raises:
+        UsageError: they are on several, or on one that has no memory.
+    """
+    places = sorted({str(p.device) for p in decoder.parameters()})
+    if len(places) != 1 or places == ["meta"]:
+        raise UsageError(
+            f"{type(decoder).__name__} lies on {' and '.join(places)}: a captured graph belongs to one device. "
+            "Load the model without device_map, or move it to one device first."
+        )
+    return torch.device(places[0])
+
+
+def refuse_training(decoder: nn.Module) -> None:
+    """Raise UsageError if the decoder is in training mode."""
+    if decoder.training:
+        raise UsageError(
+            f"{type(decoder).__name__} is in training mode: a graph would replay the dropout of its capture. "
+            "Call model.eval(), or restore() to train it."
+        )
+
+
+def refuse_gradients(decoder: nn.Module, embeds: Tensor | None) -> None:
+    """Raise UsageError if this forward would have to record gradients."""
+    if not torch.is_grad_enabled():
+        return
+    if (embeds is not None and embeds.requires_grad) or any(p.requires_grad for p in decoder.parameters()):
+        raise UsageError(
+            f"a forward of {type(decoder).__name__} with gradients required: graphs record none, and a loss "
+            "would have no way back. Call it under torch.inference_mode() or torch.no_grad(), or restore() to train it."
+        )
+
+
+def refuse_moved(decoder: nn.Module, weight: Tensor, device: torch.device) -> None:
+    """Raise UsageError if the model has left the device its graphs are on."""
+    if weight.device != device:
+        raise UsageError(
+            f"{type(decoder).__name__} was accelerated on {device} and is now on {weight.device}: its graphs "
+            "read the old weights. Move it back, or restore() it, move it, and accelerate it anew."
+        )
+
+
+def check_probe(
+    model: Any, reached: list[int], layers: int, ours: dict[str, Tensor], untouched: dict[str, Tensor]
+) -> None:
+    """Raise UsageError unless every layer's attention reached the break once, with the untouched model's results."""
+    if sorted(reached) != list(range(layers)):
+        raise UsageError(
+            f"{_name(model)}: in a probe forward of {layers} layers, attention reached segue's break "
+            f"{len(reached)} times (layers {sorted(set(reached))}). A layer that computes attention by itself would be "
+            "frozen into the graph, with its cache and mask. Let its attention go through transformers' "
+            "AttentionInterface, or run the model untouched."
+        )
+    for name, want in untouched.items():
+        got = ours.get(name)
+        difference = _difference(got, want)
+        if difference is not None:
+            raise UsageError(
+                f"{_name(model)}: in a probe forward, {name} differs from the untouched model's ({difference}), so its "
+                "decoder does something with tokens that segue doesn't know of. Run it untouched, and please report it."
+            )
+
+
+def _difference(got: Tensor | None, want: Tensor) -> str | None:
+    if got is None or got.shape != want.shape:
+        return f"shape {None if got is None else list(got.shape)} instead of {list(want.shape)}"
+    off = (got.double() - want.double()).abs().max().item()
+    scale = max(want.double().abs().max().item(), 1e-6)
+    return None if off <= _TOLERANCE.get(want.dtype, 1e-1) * scale else f"by up to {off:.3g} at a size of {scale:.3g}"
+
+
+def _check_family(model: Any, decoder: Any) -> None:
+    config = getattr(decoder, "config", None)
+    family = getattr(config, "model_type", type(decoder).__name__)
+    if family in FAMILIES and hasattr(decoder, "layers"):
+        return
+    raise UsageError(
+        f"{_name(model)}: segue.accelerate() doesn't serve the family {family!r}{_kind(config)}. It serves "
+        f"{', '.join(FAMILIES)}, whose attention is known to reach the break between two graphs. Run this model "
+        "untouched, or capture its forward with segue.GraphRunner and mark what is not token-wise with "
+        "segue.break_point."
+    )
+
+
+def _kind(config: Any) -> str:
+    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return " (a mixture of experts: which experts run is decided per token)"
+    if getattr(config, "kv_lora_rank", None):
+        return " (multi-head latent attention: its cache holds latents, expanded after the update)"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention", "sliding_attention"}:
+        return f" (a hybrid with layers of kind {', '.join(sorted(kinds))}: recurrent state would see the padding)"
+    return ""
+
+
+def _check_mode(model: nn.Module) -> None:
+    refuse_training(model)
+
+
+def _check_rope(model: Any, config: Any) -> None:
+    found = set(_rope_types(getattr(config, "rope_parameters", None) or {})) & set(_HOST_ROPE)
+    if found:
+        raise UsageError(
+            f"{_name(model)}: rotary embeddings of type {found.pop()!r} choose their frequencies by the longest "
+            "position of a call, which a graph would freeze. Use a fixed type ('default', 'linear', 'llama3', 'yarn')."
+        )
+
+
+def _rope_types(parameters: dict[str, Any]) -> list[str]:
+    nested = [t for value in parameters.values() if isinstance(value, dict) for t in _rope_types(value)]
+    return [*nested, *([parameters["rope_type"]] if isinstance(parameters.get("rope_type"), str) else [])]
+
+
+def _check_hooks(model: Any, decoder: nn.Module) -> None:
+    """Hooks are Python, which a replay doesn't run. transformers' own recorders act on untouched calls only."""
+    for name, module in decoder.named_modules():
+        if module is decoder:
+            continue
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if getattr(hook, "__name__", "") != "output_capturing_hook":
+                raise UsageError(
+                    f"{_name(model)}: a forward hook, {_where.of(hook)}, is registered on {name}. Replays run no "
+                    "Python, so it would be called while capturing and never again. Remove it, or make what it does a "
+                    "break point."
+                )
+
+
+def _name(model: Any) -> str:
+    return f"{type(model).__name__} ({getattr(model.config, 'model_type', 'unknown family')})"

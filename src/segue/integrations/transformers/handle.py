@@ -1,0 +1,284 @@
+"""The handle of an accelerated model: takes the decoder's forward over, and gives it back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MappingProxyType, MethodType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from segue.errors import UsageError
+from segue.integrations.transformers import checks, names
+from segue.integrations.transformers.attention import Forward, attention_forward
+from segue.integrations.transformers.body import Body
+from segue.integrations.transformers.calls import Call, Reader
+from segue.integrations.transformers.implementation import NAME, Implementation
+from segue.runner import Breakable, GraphRunner, Input, Job, Ladder, Program
+
+if TYPE_CHECKING:
+    from segue.devices import Device
+    from segue.runner import Stats
+
+
+class Accelerated:
+    """A transformers model whose decoder replays captured graphs. Calls and attributes go to the model.
+
+    Made by :func:`segue.accelerate`. As a context manager it restores the model at the end.
+    """
+
+    def __init__(self, model: Any, *, max_tokens: int, device: str | Device | None) -> None:
+        from transformers import AttentionInterface
+
+        self._decoder = decoder = checks.decoder_of(model)
+        self._device = checks.device_of(decoder)
+        self._forward: Callable[..., Any] = decoder.forward
+        self._before = decoder.__dict__.get("forward")
+        self._reader = Reader(decoder.config, self._forward)
+        self._implementation = Implementation(m.config for m in decoder.modules() if hasattr(m, "config"))
+        self._body = Body(decoder, self._forward, self._implementation)
+        self._layers = int(decoder.config.num_hidden_layers)
+        self._attention_module = decoder.layers[0].self_attn
+        self._functions: dict[str | None, Callable[..., Any]] = {}
+        self._untouched: Counter[str] = Counter()
+        self._paused = self._restored = False
+        self._one_at_a_time = threading.RLock()  # a body's attention has another name while it runs
+        self._model = model
+        AttentionInterface.register(NAME, attention_forward)
+        self._output: Any = None  # the decoder's output type, seen in the probe
+        self._probe()
+        self._strategy = _Counting()
+        self._runner = GraphRunner(
+            self._body,
+            inputs={"x": Input(token_dim=0, pad=0.0), "position_ids": Input(token_dim=0, pad=0)},
+            buckets=Ladder.geometric(max_tokens=max_tokens),
+            capture_ctx=self._capture_context,
+            device=self._device if device is None else device,
+            strategies=[self._strategy],
+        )
+        self._run: Callable[..., Tensor] = self._runner
+        self._take_over()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_model":  # not set yet: the model was refused
+            raise AttributeError(name)
+        return getattr(self._model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._model, name, value)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    @property
+    def model(self) -> Any:
+        """The transformers model."""
+        return self._model
+
+    @property
+    def runner(self) -> GraphRunner:
+        """The runner of the decoder's body."""
+        return self._runner
+
+    @property
+    def stats(self) -> Stats:
+        """The runner's counts, with the forwards that ran untouched under ``eager`` and ``reasons``."""
+        stats = self._runner.stats
+        reasons = Counter(stats.reasons)
+        reasons.update(self._untouched)
+        eager = stats.eager + self._untouched.total()
+        return dataclasses.replace(stats, eager=eager, reasons=MappingProxyType(dict(reasons)))
+
+    def capture(self) -> None:
+        """Capture the whole ladder now, largest bucket first, instead of each bucket at its second call."""
+        self._check_usable()
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        with torch.inference_mode():
+            x = self._decoder.get_input_embeddings()(ids)[0]
+            self._runner.capture(x, ids[0], ctx=self._capture_context(1))
+
+    def graphs_of(self, tokens: int) -> tuple[int | None, int, int]:
+        """The bucket of a forward of ``tokens`` tokens, its segments and its breaks; 0 and 0 before its capture."""
+        bucket = self._runner.admit(tokens).bucket
+        return bucket, *self._strategy.captured.get(bucket or 0, (0, 0))
+
+    def report(self) -> str:
+        """What ran how, for people: Markdown."""
+        from segue.integrations.transformers.report import report
+
+        return report(self)
+
+    def restore(self) -> None:
+        """Give the model its own forward back and free the graphs. May be called again."""
+        if self._restored:
+            return
+        self._restored = True
+        self._give_back()
+        self._runner.close()
+
+    @contextmanager
+    def untouched(self) -> Iterator[Any]:
+        """Within this block the model runs its own forward, uncounted: what segue's results must equal."""
+        before, self._paused = self._paused, True
+        try:
+            yield self._model
+        finally:
+            self._paused = before
+
+    @contextmanager
+    def reference(self) -> Iterator[Any]:
+        """Within this block forwards run the runner's reference, without graphs. Replays equal it bit for bit."""
+        before, self._run = self._run, self._runner.reference
+        try:
+            yield self._model
+        finally:
+            self._run = before
+
+    def _take_over(self) -> None:
+        own = type(self._decoder).forward
+
+        @functools.wraps(own)
+        def forward(decoder: Any, *args: Any, **kwargs: Any) -> Any:
+            # A copy of the model takes this method along, bound to itself: the graphs read the original's weights.
+            return self._serve(args, kwargs) if decoder is self._decoder else own(decoder, *args, **kwargs)
+
+        forward._segue = True  # type: ignore[attr-defined]
+        self._decoder.forward = MethodType(forward, self._decoder)
+
+    def _give_back(self) -> None:
+        if self._before is None:
+            self._decoder.__dict__.pop("forward", None)
+        else:
+            self._decoder.forward = self._before
+
+    def _check_usable(self) -> None:
+        checks.refuse_training(self._decoder)
+        checks.refuse_moved(self._decoder, self._decoder.get_input_embeddings().weight, self._device)
+        if self._restored:
+            raise UsageError("this handle was restored: its graphs are gone. Call segue.accelerate(model) again.")
+
+    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return self._forward(*args, **kwargs)
+        with self._one_at_a_time:
+            return self._forward(*args, **kwargs) if self._paused else self._serve_alone(args, kwargs)
+
+    def _serve_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_usable()
+        call = self._reader.read(args, kwargs)
+        if isinstance(call, str):
+            return self._untouched_forward(call, args, kwargs)
+        checks.refuse_gradients(self._decoder, call.embeds)
+        if os.environ.get("SEGUE") == "off":
+            return self._untouched_forward("SEGUE=off in the environment", args, kwargs)
+        if torch.is_autocast_enabled(self._device.type):
+            return self._untouched_forward("autocast is on", args, kwargs)
+        decision = self._runner.admit(call.tokens)
+        if decision.bucket is None:
+            return self._untouched_forward(decision.reason, args, kwargs)
+        return self._graphed(call, functools.partial(self._run, decision=decision))
+
+    def _untouched_forward(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._untouched[reason] += 1
+        return self._forward(*args, **kwargs)
+
+    def _graphed(self, call: Call, run: Callable[..., Tensor], reached: list[int] | None = None) -> Any:
+        """One forward with ``run`` in the place of the decoder's body."""
+        decoder = self._decoder
+        embeds = call.embeds if call.embeds is not None else decoder.get_input_embeddings()(call.input_ids)
+        cache = names.new_cache(decoder.config) if call.use_cache and call.cache is None else call.cache
+        positions = call.positions(cache, embeds.device)
+        masks = names.make_masks(decoder.config, embeds, call.attention_mask, cache, positions)
+        ctx = self._context(call, masks, cache, positions, reached)
+        x = embeds.reshape(call.tokens, embeds.shape[-1])
+        flat = positions.expand(call.batch, call.length).reshape(call.tokens)
+        hidden = run(x, flat, ctx=ctx).view(call.batch, call.length, -1)
+        out = self._output(last_hidden_state=hidden, **{self._reader.cache_name: cache if call.use_cache else None})
+        return out if call.return_dict else out.to_tuple()
+
+    def _context(
+        self, call: Call, masks: Any, cache: Any, positions: Tensor, reached: list[int] | None = None
+    ) -> Forward:
+        types = getattr(self._decoder.config, "layer_types", None)
+        per_layer = [masks[kind] for kind in types or ()] if isinstance(masks, dict) else [masks] * self._layers
+        name = self._implementation.name
+        function = self._functions.get(name)
+        if function is None:
+            function = self._functions[name] = names.attention_function(self._attention_module, name)
+        live = {"position_ids": positions, "use_cache": call.use_cache}
+        return Forward(call.batch, call.length, cache, per_layer, function, self._implementation, live, reached=reached)
+
+    def _capture_context(self, bucket: int) -> Forward:
+        """A context for a bucket's explicit capture: one sequence that fills it, no cache."""
+        call = Call(None, None, None, None, None, False, True, 1, bucket)
+        weight = self._decoder.get_input_embeddings().weight
+        positions = call.positions(None, self._device)
+        embeds = weight.detach()[:1].expand(bucket, -1)[None]
+        masks = names.make_masks(self._decoder.config, embeds, None, None, positions)
+        return self._context(call, masks, None, positions)
+
+    def _probe(self) -> None:
+        """Run two short prompts, one left-padded, with and without segue's body, no graphs.
+
+        Raises:
+            UsageError: attention missed the break, or the results differ.
+        """
+        size = self._decoder.get_input_embeddings().num_embeddings
+        ids = torch.tensor([[0, min(1, size - 1)], [min(2, size - 1), 0]], device=self._device)
+        mask = torch.tensor([[0, 1], [1, 1]], device=self._device)
+        reached: list[int] = []
+        with torch.no_grad():
+            out = self._forward(input_ids=ids, attention_mask=mask, use_cache=True)
+            self._output = type(out)
+            call = self._reader.read((), {"input_ids": ids, "attention_mask": mask, "use_cache": True})
+            if isinstance(call, str):
+                raise UsageError(f"{type(self._model).__name__}: its forward can't be read for a probe: {call}")
+            ours = self._graphed(call, self._plain, reached)
+            checks.check_probe(self._model, reached, self._layers, self._shown(ours, mask), self._shown(out, mask))
+
+    def _plain(self, x: Tensor, position_ids: Tensor, ctx: Forward) -> Tensor:
+        from segue.capture.state import active_forward
+
+        with active_forward(ctx):
+            return self._body(x, position_ids)
+
+    def _shown(self, out: Any, mask: Tensor) -> dict[str, Tensor]:
+        """What a probe compares: hidden states of the real tokens, and each layer's keys and values."""
+        real = mask.bool()
+        shown = {"the last hidden state": out.last_hidden_state[real]}
+        for i, layer in enumerate(getattr(out, self._reader.cache_name).layers):
+            for part in ("keys", "values"):
+                kept = getattr(layer, part)
+                if kept is not None:
+                    shown[f"the cache's {part} of layer {i}"] = kept.transpose(1, 2)[real]
+        return shown
+
+
+class _Counting(Breakable):
+    """Remembers the segments and breaks of each bucket."""
+
+    def __init__(self) -> None:
+        self.captured: dict[int, tuple[int, int]] = {}
+
+    def capture(self, job: Job) -> Program:
+        program = super().capture(job)
+        self.captured[job.tokens] = (program.graphs, program.breaks)
+        return program

@@ -1,0 +1,24 @@
+"""Serving calls of any length from graphs of a few padded lengths."""
+
+from segue.runner.admission import Decision
+from segue.runner.inputs import Input
+from segue.runner.ladder import Ladder
+from segue.runner.outputs import Lease
+from segue.runner.runner import GraphRunner
+from segue.runner.session import CaptureSummary
+from segue.runner.stats import Stats
+from segue.runner.strategy import Breakable, Job, Program, Strategy
+
+__all__ = [
+    "Breakable",
+    "CaptureSummary",
+    "Decision",
+    "GraphRunner",
+    "Input",
+    "Job",
+    "Ladder",
+    "Lease",
+    "Program",
+    "Stats",
+    "Strategy",
+]

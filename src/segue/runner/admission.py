@@ -1,0 +1,91 @@
+"""May this call replay, and in which bucket: a pure function of its counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from segue.errors import UsageError
+from segue.runner.ladder import Ladder
+
+EAGER = "eager"
+NO_BUCKET = "no bucket fits"
+PADDING = "max_padding"
+FITS = "smallest bucket that fits"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Where a call runs. Ranks that pass the same decision run the same graph.
+
+    ``bucket``: padded tokens, None for eager. ``strategy``: ``"breakable"``, another registered one, or ``"eager"``.
+    ``reason``: why, in words that counters use. ``requests``: padded requests, where inputs have that axis.
+    """
+
+    bucket: int | None
+    strategy: str
+    reason: str
+    requests: int | None = None
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The rules of one runner.
+
+    Args:
+        ladder: token buckets. ``requests``: request buckets, if some input is request-shaped.
+        max_padding: above it a call runs eager; a whole number counts padded rows, a fraction below 1 is their share.
+        strategies: names, the preferred first; a call that names none takes the last, which serves every batch.
+        left_out: buckets that have no graph, with the reason.
+    """
+
+    ladder: Ladder
+    requests: Ladder | None = None
+    max_padding: int | float | None = None
+    strategies: Sequence[str] = ("breakable",)
+    left_out: Mapping[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        limit = self.max_padding
+        if limit is not None and (isinstance(limit, bool) or limit < 0 or (isinstance(limit, float) and limit >= 1)):
+            raise UsageError(
+                f"max_padding={limit!r} is neither a whole number of rows nor a share of the bucket below 1.0"
+            )
+
+    def decide(self, tokens: int, requests: int = -1, strategy: str | None = None) -> Decision:
+        """The smallest bucket that holds the call, or eager and why. O(log n), but for buckets that were left out."""
+        bucket = self.ladder.bucket_for(tokens)
+        if self.left_out:
+            while bucket in self.left_out:
+                bucket = self.ladder.bucket_for(bucket + 1)  # type: ignore[operator]
+        if bucket is None:
+            return Decision(None, EAGER, NO_BUCKET)
+        row = None
+        if self.requests is not None and requests >= 0:
+            row = self.requests.bucket_for(requests)
+            if row is None:
+                return Decision(None, EAGER, "no request bucket fits")
+        limit = self.max_padding
+        if limit is not None and bucket - tokens > (limit if isinstance(limit, int) else limit * bucket):
+            return Decision(None, EAGER, PADDING)
+        return Decision(bucket, strategy or self.strategies[-1], FITS, row)
+
+    def explain(self, tokens: int, requests: int = -1) -> str:
+        """The decision in a sentence, with its numbers."""
+        d = self.decide(tokens, requests)
+        if d.bucket is not None:
+            padded = d.bucket - tokens
+            also = "" if d.requests is None else f", {requests} requests in the request bucket {d.requests}"
+            share = padded / d.bucket
+            return f"{tokens} tokens: bucket {d.bucket}, {padded} padded rows ({share:.0%}), {d.strategy}{also}"
+        if d.reason == NO_BUCKET:
+            why = f"the largest bucket is {self.ladder.max}"
+            if self.left_out:
+                why += "; left out: " + ", ".join(f"{b} ({reason})" for b, reason in self.left_out.items())
+        elif d.reason == PADDING:
+            bucket = self.ladder.bucket_for(tokens)
+            why = f"bucket {bucket} has {bucket - tokens} padded rows, more than max_padding={self.max_padding}"  # type: ignore[operator]
+        else:
+            assert self.requests is not None
+            why = f"{requests} requests, and the largest request bucket is {self.requests.max}"
+        return f"{tokens} tokens: eager, {d.reason}: {why}"

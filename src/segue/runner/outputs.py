@@ -1,0 +1,257 @@
+"""What a forward returned: which tensors have one row a token, and the caller's own copy of the real rows."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue.capture import weak_ref_tensor
+from segue.devices import Pool
+from segue.errors import CaptureError, ReplayError, UsageError
+from segue.runner.tree import Tree, take_apart
+
+_PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
+_MOST_VIEWS = 1024
+_HOLE: Any = object()  # where a tensor goes
+
+
+class Lease:
+    """A zero-copy output. ``value`` is a view of graph memory, and raises once another replay may have written it."""
+
+    __slots__ = ("_at", "_pool", "_value")
+
+    def __init__(self, value: Any, pool: Pool | None) -> None:
+        self._value, self._pool = value, pool
+        self._at = None if pool is None else pool.replays
+
+    @property
+    def value(self) -> Any:
+        """The output, real rows only.
+
+        Raises:
+            ReplayError: the pool has replayed or captured since.
+        """
+        if self._pool is not None and self._pool.replays != self._at:
+            raise ReplayError(
+                "this lease has ended: its pool has replayed or captured since, and the memory may hold other numbers. "
+                'Read lease.value (or clone it) before the next call, or use outputs="copy"'
+            )
+        return self._value
+
+
+class Outputs:
+    """The declared token and request dimensions of a forward's results, and what its buckets have shown of them.
+
+    A whole number applies to every tensor that has the bucket's size there; a structure says it of each exactly.
+    """
+
+    def __init__(self, token_dim: Any, request_dim: Any, label: str) -> None:
+        self._token_dim, self._request_dim, self._label = token_dim, request_dim, label
+        self._seen: dict[Any, tuple[int, Any, dict[str, Any]]] = {}
+
+    def layout(self, raw: Any, variant: Any, tokens: int, requests: int) -> Layout:
+        """Take apart what the forward returned at a bucket's shape.
+
+        Raises:
+            UsageError: the declared structure doesn't fit, or an output can't be told to be token-shaped or not.
+            CaptureError: an output is neither a tensor nor a plain value.
+        """
+        where = f"{self._label}, bucket {tokens}"
+        try:
+            tree = take_apart(raw, self._token_dim)
+            request_dims = [dim for _, _, dim in take_apart(raw, self._request_dim).leaves]
+        except ValueError as e:
+            raise UsageError(f"{where}: output_token_dim doesn't fit what the forward returned: {e}") from None
+        loose = self._token_dim is None or isinstance(self._token_dim, int)
+        parts: list[Part] = []
+        for (path, value, dim), request_dim in zip(tree.leaves, request_dims, strict=True):
+            if not isinstance(value, Tensor):
+                _check_plain(path, value, where, tokens if loose and self._token_dim is not None else None)
+                parts.append((path, value, None, True))
+            elif request_dim is not None:
+                parts.append((path, value, _exact(path, value, request_dim, requests, "request", where), False))
+            else:
+                parts.append((path, value, _token_shaped(path, value, dim, tokens, loose, where), True))
+        self._compare(parts, variant, tokens, requests, where)
+        return Layout(tree, parts, where)
+
+    def _compare(self, parts: list[Any], variant: Any, tokens: int, requests: int, where: str) -> None:
+        """A size that equals a bucket by chance, or follows it without being it, shows between two buckets."""
+        now = {path: (tuple(v.shape), dim) if isinstance(v, Tensor) else v for path, v, dim, _ in parts}
+        before = self._seen.setdefault((variant, requests), (tokens, None, now))
+        if before[0] == tokens:
+            return
+        for path, value, _, _ in parts:
+            then = before[2].get(path)
+            if isinstance(value, Tensor) and isinstance(then, tuple):
+                _compare_shapes(path, now[path], then, tokens, before[0], where)
+            elif not isinstance(value, Tensor) and path in before[2] and then != value:
+                raise UsageError(
+                    f"{where}: {path} is the plain value {value!r}, and in bucket {before[0]} it was {then!r}: it "
+                    "follows the "
+                    "padded size, not the call. Return it as a tensor, or leave it to the caller"
+                )
+
+
+Part = tuple[str, Any, int | None, bool]  # path, value, growing dimension, whether it grows with tokens
+Signature = tuple[Any, tuple[Any, ...], tuple[Any, ...]]
+
+
+class Layout:
+    """One result of a forward, taken apart. ``give`` makes the caller's."""
+
+    def __init__(self, tree: Tree, parts: list[Part], where: str) -> None:
+        self._where = where
+        self.tensors = [value for _, value, _, _ in parts if isinstance(value, Tensor)]
+        self._parts = [(path, dim, of_tokens) for path, value, dim, of_tokens in parts if isinstance(value, Tensor)]
+        self._plain = [(path, value) for path, value, _, _ in parts if not isinstance(value, Tensor)]
+        self._outline, self._put_together = tree.outline, tree.build
+        self._single = tree.outline is True
+        self._items = [_HOLE if isinstance(value, Tensor) else value for _, value, _, _ in parts]
+        self._cut: dict[tuple[int, int], list[Tensor]] = {}
+
+    def weaken(self, pool: Pool) -> None:
+        """Let go of the outputs that lie in the pool: later captures use their blocks, in turn."""
+        with torch.inference_mode(False):
+            self.tensors = [weak_ref_tensor(t) if pool.owns(t) else t.detach() for t in self.tensors]
+        self._cut.clear()
+
+    def give(self, tokens: int, requests: int) -> Any:
+        """Copies of the real rows, in the structure of the forward."""
+        views = self._cut.get((tokens, requests))
+        if views is None:
+            views = self._narrow(tokens, requests)
+        if self._single:
+            return views[0].clone()
+        return self._build([v.clone() for v in views])
+
+    def lend(self, tokens: int, requests: int) -> Any:
+        """Views of the real rows, in the structure of the forward."""
+        views = self._cut.get((tokens, requests))
+        if views is None:
+            views = self._narrow(tokens, requests)
+        return views[0] if self._single else self._build(views)
+
+    def kept(self) -> Layout:
+        """This layout over copies, which outlive what made the tensors."""
+        self.tensors = [t.clone() for t in self.tensors]
+        self._cut.clear()
+        return self
+
+    def signature(self) -> Signature:
+        """Structure, plain values, shapes and dtypes: what a warm-up and its capture must have in common."""
+        shapes = tuple(
+            (path, t.dtype, tuple(t.shape)) for (path, _, _), t in zip(self._parts, self.tensors, strict=True)
+        )
+        return self._outline, tuple(self._plain), shapes
+
+    def check_same(self, warmed: Signature) -> None:
+        """Check that the warm-up returned the same structure, shapes and plain values.
+
+        Raises:
+            CaptureError: it did not, so Python decided something that the graph would freeze.
+        """
+        now = self.signature()
+        for what, a, b in zip(("structure", "plain values", "tensors"), warmed, now, strict=True):
+            if a != b:
+                if what != "structure":
+                    a, b = next((x, y) for x, y in zip(a, b, strict=True) if x != y)
+                raise CaptureError(
+                    f"{self._where}: the forward's output changed between the warm-up and the capture ({what}: {a}, "
+                    f"then {b}). A graph "
+                    "freezes what Python decides: return it as a tensor, or keep it out of the forward"
+                )
+
+    def difference(self, other: Layout, tokens: int, requests: int) -> str:
+        """Where the real rows differ from those of ``other`` bit for bit; NaN equals NaN. Empty if nowhere."""
+        mine, theirs = self._narrow(tokens, requests), other._narrow(tokens, requests)
+        for (path, _, _), a, b in zip(self._parts, mine, theirs, strict=True):
+            if not torch.equal(a, b):
+                wrong = (a != b) & ~(a.isnan() & b.isnan()) if a.is_floating_point() else a != b
+                if count := int(wrong.sum()):
+                    worst = (a.double() - b.double()).abs().nan_to_num(float("inf")).max().item()
+                    return f"{path} differs in {count} of {a.numel()} elements, by at most {worst:.3g}"
+        return ""
+
+    def _build(self, tensors: list[Tensor]) -> Any:
+        values = iter(tensors)
+        return self._put_together(iter([next(values) if item is _HOLE else item for item in self._items]))
+
+    def _narrow(self, tokens: int, requests: int) -> list[Tensor]:
+        if len(self._cut) >= _MOST_VIEWS:
+            self._cut.clear()
+        views = []
+        with torch.inference_mode(False):
+            for t, (_, dim, of_tokens) in zip(self.tensors, self._parts, strict=True):
+                rows = tokens if of_tokens else requests
+                views.append(t if dim is None or t.shape[dim] == rows else t.narrow(dim, 0, rows))
+        self._cut[tokens, requests] = views
+        return views
+
+
+def owned(raw: Any) -> Any:
+    """Copies of all tensors in what an eager forward returned."""
+    if isinstance(raw, Tensor):
+        return raw.clone()
+    tree = take_apart(raw)
+    return tree.build(iter([v.clone() if isinstance(v, Tensor) else v for _, v, _ in tree.leaves]))
+
+
+def _token_shaped(path: str, t: Tensor, dim: int | None, tokens: int, loose: bool, where: str) -> int | None:
+    if dim is None:
+        return None
+    if not loose:
+        return _exact(path, t, dim, tokens, "token", where)
+    if not -t.dim() <= dim < t.dim():
+        return None
+    return dim % t.dim() if t.shape[dim] == tokens else None
+
+
+def _exact(path: str, t: Tensor, dim: int, rows: int, what: str, where: str) -> int:
+    if not -t.dim() <= dim < t.dim() or t.shape[dim] != rows:
+        raise UsageError(
+            f"{where}: {path} is declared to have its {what}s along dimension {dim}, and has shape {list(t.shape)}, "
+            "where the "
+            f"bucket has {rows}. Declare None for an output without {what} rows"
+        )
+    return dim % t.dim()
+
+
+def _check_plain(path: str, value: Any, where: str, tokens: int | None) -> None:
+    if value is not None and not isinstance(value, _PLAIN):
+        raise CaptureError(
+            f"{where}: {path} is a {type(value).__qualname__}, neither a tensor nor a plain value, so a replay can't "
+            "make it anew. "
+            "Return tensors, plain values and containers of them; let breaks keep other objects in the live context"
+        )
+    if tokens is not None and type(value) is int and value == tokens:
+        raise UsageError(
+            f"{where}: {path} is the int {value}, ambiguous: the padded size, or a constant? A replay returns it "
+            "frozen. "
+            "Leave it out, return it as a tensor, or give output_token_dim as a structure with None for it"
+        )
+
+
+def _compare_shapes(path: str, now: Any, then: Any, tokens: int, before: int, where: str) -> None:
+    (shape, dim), (old_shape, old_dim) = now, then
+    if dim != old_dim:
+        odd, other = (tokens, before) if dim is not None else (before, tokens)
+        raise UsageError(
+            f"{where}: {path} is ambiguous: it has the bucket's size in bucket {odd} and not in bucket {other} "
+            f"({list(shape)} against "
+            f"{list(old_shape)}), so whether its rows are tokens can't be told. Give output_token_dim as a structure, "
+            f"None for {path}"
+        )
+    if len(shape) != len(old_shape):
+        return
+    for d, (a, b) in enumerate(zip(shape, old_shape, strict=True)):
+        if d != dim and a != b and (a - b == tokens - before or a * before == b * tokens):
+            raise UsageError(
+                f"{where}: dimension {d} of {path} follows the bucket ({a} in bucket {tokens}, {b} in bucket {before}) "
+                "and isn't its "
+                "token dimension, so a replay would return padded rows. Name it in output_token_dim, or cut it in a "
+                "break"
+            )

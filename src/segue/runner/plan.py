@@ -1,0 +1,63 @@
+"""One captured bucket of one variant: everything a replay needs, made at capture."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from segue import _torch
+from segue.capture import active_forward
+from segue.devices import Pool
+from segue.runner.binding import Call
+from segue.runner.outputs import Layout, Lease
+from segue.runner.staging import Stage
+from segue.runner.stats import Tally
+from segue.runner.strategy import Program
+
+
+class Plan:
+    """Replays a bucket: stage the inputs, run the program, hand out the outputs."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        program: Program,
+        layout: Layout,
+        pool: Pool,
+        lock: AbstractContextManager[Any],
+        tally: Tally,
+        strategy: str,
+        lease: bool,
+    ) -> None:
+        self.stage, self.program, self.layout, self.strategy = stage, program, layout, strategy
+        self._pool, self._lock, self._tally, self._lease = pool, lock, tally, lease
+        self._turn, self._fill, self._replay = pool.turn, stage.fill, program.replay
+        self._bucket = stage.tokens
+        self.driver_bytes = 0  # what the driver took while this was captured
+
+    def run(self, call: Call) -> Any:
+        """The forward's answer for ``call``, from the graphs.
+
+        Raises:
+            ReplayError: a tensor that the graphs read was re-pointed (nothing has run then), or a break's result
+            changed.
+        """
+        tokens, requests, tally = call.tokens, call.requests, self._tally
+        with self._lock, self._turn():
+            self._fill(call.tensors, tokens, requests, call.foreign)
+            with _torch.inference_guard(True):
+                if call.ctx is None:
+                    self._replay(tokens)
+                else:
+                    with active_forward(call.ctx):
+                        self._replay(tokens)
+            tally.replayed += 1
+            tally.strategies[self.strategy] += 1
+            tally.rows += self._bucket
+            tally.padded += self._bucket - tokens
+            if self._lease:
+                return Lease(self.layout.lend(tokens, requests), self._pool)
+            return self.layout.give(tokens, requests)
+
+    def close(self) -> None:
+        self.program.close()

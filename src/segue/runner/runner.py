@@ -1,0 +1,395 @@
+"""The runner: one forward, its buckets, and every call's way to an answer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from segue import devices
+from segue.capture import active_forward, current_forward_ctx
+from segue.devices import Device, Pool
+from segue.errors import InputError, NoBucketError, UsageError
+from segue.runner.admission import EAGER, Admission, Decision
+from segue.runner.binding import Binder, Call
+from segue.runner.buckets import FAILED, Buckets, CaptureFailed, Place
+from segue.runner.capturing import Recorder, may_capture
+from segue.runner.inputs import Declared
+from segue.runner.ladder import Ladder
+from segue.runner.memory import OVER_BUDGET, Cost, MemoryBudget, mib
+from segue.runner.modules import Module, in_training
+from segue.runner.outputs import Lease, Outputs, owned
+from segue.runner.session import CaptureSummary
+from segue.runner.shadow import Shadow
+from segue.runner.stats import Stats, Tally
+from segue.runner.strategy import Breakable, Strategy
+from segue.runner.tree import take_apart
+from segue.runner.whole import capture_ladder
+
+log = logging.getLogger("segue")
+_MOST_DECISIONS = 8192
+
+
+class GraphRunner:
+    """Runs a forward of varying length from graphs of a few padded lengths.
+
+    Lazy by default: the first call of a bucket runs the reference, the second is captured, later ones replay; each gets
+    its answer. ``capture()`` does the whole ladder ahead of traffic. Calls are bound like ``fn``'s signature, plus
+    ``ctx``.
+
+    Args:
+        fn: over tensors; called with ``ctx`` too if it has that parameter; returns any structure of tensors and plain
+            values.
+        inputs: name to :class:`Input`, or to a mapping or sequence of them for an argument that is a structure.
+            Arguments that aren't declared must be plain flags; they are part of the variant.
+        buckets: padded token counts, a :class:`Ladder` or any iterable of sizes.
+        output_token_dim: where outputs have one row a token: a number for all that have the bucket's size there, None,
+            or a structure that says it of each.
+        outputs: ``"copy"``: the caller owns them. ``"lease"``: a :class:`Lease`, zero-copy, good until the pool replays
+            again.
+        capture_ctx: from a bucket to a context, for ``capture()``; called for the warm-up and again for the capture.
+        max_padding: calls with more run eager. A whole number counts rows; a fraction is a share of the bucket.
+        max_variants: the most combinations of optional inputs and flags that get graphs.
+        memory_budget: bytes of pool and driver memory. The runner then has a pool of its own unless ``pool`` is given.
+        state: tensors to put back after ``capture()``, whatever their size.
+        on_failure: ``"eager"``: a capture that fails before anything ran is retried eagerly, counted, and logged once.
+        strict: raise instead of any eager fall-back.
+        device: by default that of the module's parameters, or of the first call's tensors.
+        request_buckets: a ladder for request-shaped inputs.
+        output_request_dim: like ``output_token_dim``, for requests.
+        pool: as for :class:`BreakableCapture`. Several runners may share one, and do by default.
+        stream: likewise.
+        verify_every: every so many replays, also run the reference on a copy of the context and compare. 0: never.
+        strategies: how buckets are captured, the preferred first; the last must serve every call.
+        progress: show progress and a closing line on stderr during ``capture()``.
+
+    ``SEGUE=off`` in the environment when the runner is made runs everything eager.
+
+    Raises:
+        UsageError: an option or declaration that means nothing.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        inputs: Declared,
+        buckets: Ladder | Iterable[int],
+        output_token_dim: Any = 0,
+        outputs: Literal["copy", "lease"] = "copy",
+        capture_ctx: Callable[[int], Any] | None = None,
+        max_padding: int | float | None = None,
+        max_variants: int = 4,
+        memory_budget: int | None = None,
+        state: Iterable[Tensor] = (),
+        on_failure: Literal["raise", "eager"] = "raise",
+        strict: bool = False,
+        device: str | torch.device | Device | None = None,
+        *,
+        request_buckets: Ladder | Iterable[int] | None = None,
+        output_request_dim: Any = None,
+        pool: Pool | None = None,
+        stream: Any = None,
+        verify_every: int = 0,
+        strategies: Sequence[Strategy] | None = None,
+        progress: bool = True,
+    ) -> None:
+        if outputs not in ("copy", "lease"):
+            raise UsageError(f'outputs={outputs!r} is neither "copy" nor "lease"')
+        if on_failure not in ("raise", "eager"):
+            raise UsageError(f'on_failure={on_failure!r} is neither "raise" nor "eager"')
+        if max_variants < 1 or verify_every < 0:
+            raise UsageError(
+                f"max_variants={max_variants} must be at least 1, and verify_every={verify_every} at least 0"
+            )
+        self.fn, self.ladder = fn, _ladder(buckets)
+        self.request_ladder = None if request_buckets is None else _ladder(request_buckets)
+        self.inputs, self._binder = inputs, Binder(fn, inputs)
+        if any(leaf.request for leaf in self._binder.leaves) != (self.request_ladder is not None):
+            raise UsageError("request-shaped inputs and request_buckets go together: one was given without the other")
+        self.strategies = list(strategies) if strategies is not None else [Breakable()]
+        self.capture_ctx, self.state, self.progress = capture_ctx, list(state), progress
+        self.budget = None if memory_budget is None else MemoryBudget(memory_budget)
+        self.summary: CaptureSummary | None = None
+        self.module, self.off = Module(fn), os.environ.get("SEGUE", "").lower() == "off"
+        self.admission = Admission(
+            self.ladder, self.request_ladder, max_padding, tuple(s.name for s in self.strategies)
+        )
+        self._by_name = {s.name: s for s in self.strategies}
+        self._lease, self._retry, self._strict = outputs == "lease", on_failure == "eager", strict
+        self._tally, self._max_variants = Tally(), max_variants
+        self._output_dims = output_token_dim, output_request_dim
+        self._asked, self._pool, self._stream = device, pool, stream
+        self._shadow = Shadow(verify_every, self.state) if verify_every else None
+        self._closed, self._opening = False, threading.Lock()
+        self._buckets: Buckets | None = None
+        self._decisions: dict[tuple[int, int], Decision] = {}
+        if device is not None or pool is not None or self.module.device is not None:
+            self._place(())
+
+    def __call__(self, *args: Any, ctx: Any = None, decision: Decision | None = None, **kwargs: Any) -> Any:
+        """The forward's answer, bound like its signature. ``decision``: from :meth:`admit`, so that ranks agree.
+
+        Raises:
+            InputError: an argument doesn't fit. ReplayError: a replay would not give what eager gives. CaptureError:
+            the
+                forward can't be captured. NoBucketError: it would run eager, and ``strict`` forbids that.
+        """
+        buckets = self._buckets
+        if buckets is None or self._closed:
+            buckets = self._open(args, kwargs)
+        module = self.module.root
+        if module is not None and module.training:
+            raise in_training(module)
+        call = self._read(args, kwargs, ctx)
+        if self.off:
+            return self._eager(call, "SEGUE=off")
+        if decision is None:
+            decision = self._decisions.get((call.tokens, call.requests)) or self._decide(call)
+        else:
+            self._check_decision(decision, call)
+        plan = buckets.plans.get((call.key, decision.bucket, decision.requests))
+        if plan is None or self._shadow is not None:
+            return self._slow(call, decision, buckets)
+        return plan.run(call)
+
+    def admit(self, tokens: int, requests: int = -1) -> Decision:
+        """Where a call of ``tokens`` tokens would run, and why. Pure; O(log of the number of buckets)."""
+        return self.admission.decide(tokens, requests)
+
+    def explain(self, tokens: int, requests: int = -1) -> str:
+        """:meth:`admit` in a sentence, with its numbers, and whether the bucket has a graph."""
+        if self.off:
+            return f"{tokens} tokens: eager, SEGUE=off in the environment when the runner was made"
+        bucket, text = self.admit(tokens, requests).bucket, self.admission.explain(tokens, requests)
+        if bucket is None or self._buckets is None:
+            return text
+        for (_, failed, _), why in self._buckets.failed.items():
+            if failed == bucket:
+                return f"{tokens} tokens: eager, {why} (bucket {bucket})"
+        return f"{text}; {'captured' if bucket in self._buckets.captured else 'not captured yet'}"
+
+    def reference(self, *args: Any, ctx: Any = None, decision: Decision | None = None, **kwargs: Any) -> Any:
+        """What a replay of this call must equal bit for bit: ``fn`` at the bucket's shape, without a capture.
+
+        Raises:
+            NoBucketError: no bucket fits the call.
+        """
+        recorder = self._ready(args, kwargs).recorder
+        call = self._read(args, kwargs, ctx)
+        d = decision or self._decide(call)
+        if d.bucket is None:
+            raise NoBucketError(f"reference: {self.admission.explain(call.tokens, call.requests)}")
+        with recorder.lock:
+            layout = recorder.reference(call, recorder.stage(call, d.bucket, d.requests), call.ctx)
+            return layout.give(call.tokens, call.requests)
+
+    def capture(self, *args: Any, ctx: Any = None, **kwargs: Any) -> CaptureSummary:
+        """Capture the whole ladder, largest first, from one example call of any length, and leave no trace.
+
+        Rows beyond the example repeat it. All rows count as real, except with a plain ``ctx`` and no ``capture_ctx``:
+        then those of the example do. Without an example every input needs ``shape=`` and ``dtype=``. Tensors that the
+        warm-up or a break wrote are put back; Python attributes that changed are reported, by name, in the summary and
+        the log. With request-shaped inputs the example is taken as it is, and only buckets that hold it whole are
+        captured.
+
+        Raises:
+            CaptureError: a bucket can't be captured. Those before it keep working.
+        """
+        buckets = self._ready(args, kwargs)
+        with buckets.recorder.lock:
+            self.summary = capture_ladder(self, buckets, args, kwargs, ctx)
+        return self.summary
+
+    def recapture(self, *args: Any, ctx: Any = None, **kwargs: Any) -> CaptureSummary | None:
+        """Drop every graph, then capture anew: from this example, or lazily where none is given. For weights that
+        moved.
+        """
+        buckets = self._ready(args, kwargs)
+        with buckets.recorder.lock:
+            buckets.drop(buckets.plans)
+            self._place((*args, *kwargs.values()))
+        return self.capture(*args, ctx=ctx, **kwargs) if args or kwargs else None
+
+    def close(self) -> None:
+        """Drop every graph; further calls raise. Memory goes back when no other graph shares the pool. May be called
+        twice.
+        """
+        self._closed = True
+        if self._buckets is not None:
+            with self._buckets.recorder.lock:
+                self._buckets.drop(self._buckets.plans)
+
+    @property
+    def stats(self) -> Stats:
+        """A snapshot of the counters."""
+        if self._buckets is None:
+            return self._tally.snapshot(0, 0, ())
+        cost = self._buckets.cost()
+        return self._tally.snapshot(cost.pool, cost.driver, self._buckets.captured)
+
+    @property
+    def pool(self) -> Pool | None:
+        """The graph pool, once the device is known."""
+        return self._pool if self._buckets is None else self._buckets.recorder.pool
+
+    def __enter__(self) -> GraphRunner:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _slow(self, call: Call, d: Decision, buckets: Buckets) -> Any:
+        """Everything but a plain replay: eager, the first two calls of a bucket, and shadowed replays."""
+        place = (call.key, d.bucket, d.requests)
+        if d.bucket is None or d.strategy == EAGER:
+            return self._fall_back(call, d.reason)
+        if place in buckets.failed:
+            return self._fall_back(call, buckets.failed[place])
+        if call.key not in buckets.variants and len(buckets.variants) >= self._max_variants:
+            return self._fall_back(call, "too many variants")
+        recorder = buckets.recorder
+        with recorder.lock:
+            plan = buckets.plans.get(place)
+            if plan is not None:
+                return plan.run(call) if self._shadow is None else self._shadow.run(call, plan, recorder)
+            self.module.check(recorder.device.torch_device)
+            if place not in buckets.warmed or not may_capture():
+                answer = buckets.warm(call, d.bucket, d.requests, call.ctx).give(call.tokens, call.requests)
+                answer = Lease(answer, None) if self._lease else answer
+            elif not self._affordable(d.bucket, buckets):
+                return self._fall_back(call, OVER_BUDGET)
+            else:
+                try:
+                    answer = buckets.record(call, d.bucket, d.requests, call.ctx, self._by_name[d.strategy])
+                except CaptureFailed:
+                    return self._fall_back(call, FAILED)
+                self._keep_to_budget(place, buckets)
+            self._tally.served(d.bucket, call.tokens)
+            return answer
+
+    def _affordable(self, bucket: int, buckets: Buckets) -> bool:
+        """Whether a lazy capture is predicted to stay within the memory budget."""
+        if self.budget is None:
+            return True
+        graphs = len(buckets.plans)
+        cost = self.budget.predict(bucket, buckets.cost(), graphs, graphs + 1)
+        if cost.total > self.budget.limit:
+            self.over_budget(bucket, cost)
+        return cost.total <= self.budget.limit
+
+    def _keep_to_budget(self, place: Place, buckets: Buckets) -> None:
+        """Drop a lazily captured bucket that took more than was predicted."""
+        if self.budget is not None and place[1] is not None:
+            cost = buckets.cost()
+            if cost.total > self.budget.limit:
+                buckets.drop([place])
+                self.over_budget(place[1], cost)
+            else:
+                self.budget.observe(place[1], cost)
+
+    def over_budget(self, bucket: int, cost: Cost) -> None:
+        """Leave out a bucket that doesn't fit the memory budget, and say so: longer buckets serve its calls, or none."""
+        assert self.budget is not None
+        self.admission = replace(self.admission, left_out={**self.admission.left_out, bucket: OVER_BUDGET})
+        self._decisions.clear()
+        log.warning(
+            "segue: bucket %s is left out: graphs would take %s, and memory_budget is %s",
+            bucket,
+            cost,
+            mib(self.budget.limit),
+        )
+
+    def _fall_back(self, call: Call, reason: str) -> Any:
+        if self._strict:
+            raise NoBucketError(
+                f"strict=True, and this call would run eager ({reason}): {self.explain(call.tokens, call.requests)}. "
+                "Add a bucket, or allow eager calls with strict=False"
+            )
+        return self._eager(call, reason)
+
+    def _eager(self, call: Call, reason: str) -> Any:
+        """The plain function on the unpadded call."""
+        binder, device = self._binder, self._binder.device
+        self._tally.fell_back(reason)
+        tensors = call.tensors
+        if call.foreign:
+            tensors = [None if t is None else t.to(device) for t in tensors]
+        with torch.inference_mode(), active_forward(call.ctx if call.ctx is not None else current_forward_ctx()):
+            raw = binder.invoke(call, tensors, call.ctx)
+        binder.keep(call)
+        answer = owned(raw)
+        return Lease(answer, None) if self._lease else answer
+
+    def _decide(self, call: Call) -> Decision:
+        if len(self.strategies) > 1:
+            return self.admission.decide(
+                call.tokens, call.requests, next(s.name for s in self.strategies if s.takes(call))
+            )
+        decision = self.admission.decide(call.tokens, call.requests)
+        if len(self._decisions) >= _MOST_DECISIONS:
+            self._decisions.clear()
+        self._decisions[call.tokens, call.requests] = decision
+        return decision
+
+    def _check_decision(self, d: Decision, call: Call) -> None:
+        if d.bucket is None:
+            return
+        if d.bucket not in self.ladder or d.bucket in self.admission.left_out or d.strategy not in self._by_name:
+            raise UsageError(
+                f"{d} names a bucket or strategy this runner doesn't have; take decisions from runner.admit()"
+            )
+        if d.bucket < call.tokens or (d.requests is not None and d.requests < call.requests):
+            raise InputError(
+                f"{d} holds fewer rows than the call's {call.tokens} tokens; admit the largest count of all ranks"
+            )
+        if (d.requests is None) != (self.request_ladder is None):
+            raise UsageError(
+                f"{d} and the runner disagree on whether there is a request axis; use admit(tokens, requests)"
+            )
+
+    def _open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Buckets:
+        if self._closed:
+            raise UsageError("this runner was closed; its graphs are gone. Make a new one")
+        with self._opening:
+            return self._buckets or self._place((*args, *kwargs.values()))
+
+    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Buckets:
+        buckets = self._open(args, kwargs)
+        self.module.check(buckets.recorder.device.torch_device)
+        return buckets
+
+    def _place(self, values: Iterable[Any]) -> Buckets:
+        """Settle the device (the one asked for, the module's, or that of the first call's tensors) and begin without
+        graphs.
+        """
+        asked: Any = self._asked
+        if asked is None:
+            asked = self._pool.device if self._pool is not None else self.module.device
+        tensors = [t for v in values for _, t, _ in take_apart(v).leaves if isinstance(t, Tensor)]
+        device = devices.resolve(asked, sorted(tensors, key=lambda t: t.device.type == "cpu"))
+        self.module.check_place(device.torch_device)
+        pool = self._pool or (device.default_pool() if self.budget is None else device.new_pool())
+        self._binder = Binder(self.fn, self.inputs)
+        self._binder.place(device.torch_device)
+        self._read = self._binder.read
+        outputs = Outputs(*self._output_dims, self._binder.label)
+        recorder = Recorder(
+            self.fn, self._binder, outputs, self._tally, device, pool, self._stream, self.ladder, self.request_ladder
+        )
+        self.admission = replace(self.admission, left_out={})
+        self._decisions.clear()
+        if self.budget is not None:
+            self.budget.seen.clear()
+        self._buckets = Buckets(recorder, self._lease, self._retry)
+        return self._buckets
+
+
+def _ladder(buckets: Ladder | Iterable[int]) -> Ladder:
+    return buckets if isinstance(buckets, Ladder) else Ladder(buckets)

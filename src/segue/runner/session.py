@@ -1,0 +1,99 @@
+"""An explicit capture of the whole ladder: its progress, its summary, and what it leaves behind."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from segue.runner.memory import Cost, mib
+
+log = logging.getLogger("segue")
+
+
+@dataclass(frozen=True)
+class CaptureSummary:
+    """What ``capture()`` did. ``left_out``: buckets beyond the memory budget, with their predicted cost.
+
+    ``changed``: Python attributes that the warm-up or capture changed, as (before, after); they are not put back.
+    """
+
+    buckets: tuple[int, ...]
+    segments: int
+    breaks: int
+    seconds: float
+    cost: Cost
+    left_out: Mapping[int, Cost] = field(default_factory=dict)
+    changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        text = (
+            f"captured {len(self.buckets)} buckets{_span(self.buckets)}, {self.segments} segments and {self.breaks} "
+            "breaks "
+            f"in {self.seconds:.1f} s; {mib(self.cost.pool)} pool, {mib(self.cost.driver)} driver"
+        )
+        if self.buckets and not self.breaks:
+            text += ". No break point was met: everything, attention included, is frozen at the captured lengths"
+        return text
+
+
+class Progress:
+    """Progress on stderr, one line that is rewritten: bucket, free memory, seconds. Nothing where stderr is no
+    terminal.
+    """
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self._total, self._shown = total, shown
+        self._start = time.perf_counter()
+        self._bar: Any = None
+        self._task: Any = None
+
+    @contextmanager
+    def showing(self) -> Iterator[Progress]:
+        if not self._shown:
+            yield self
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+
+        console = Console(stderr=True)
+        self._bar = Bar(
+            TextColumn("capturing"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=self._total)
+        with self._bar:
+            yield self
+        self._bar = None
+
+    def bucket(self, bucket: int, free: int | None) -> None:
+        """Say which bucket is being captured, with the device's free bytes where it knows them."""
+        if self._bar is not None:
+            memory = "" if free is None else f", {mib(free)} free"
+            self._bar.update(self._task, description=f"bucket {bucket}{memory}")
+
+    def done(self) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._task)
+
+    def close(self, summary: CaptureSummary) -> None:
+        """The closing line, on stderr and in the log."""
+        log.info("%s", summary)
+        if self._shown:
+            from rich.console import Console
+
+            Console(stderr=True, highlight=False).print(f"segue: {summary}", soft_wrap=True)
+
+
+def _span(buckets: tuple[int, ...]) -> str:
+    return "" if not buckets else f" ({buckets[0]})" if len(buckets) == 1 else f" ({min(buckets)} to {max(buckets)})"

@@ -1,0 +1,120 @@
+"""How a bucket's forward is captured and replayed. One strategy here, *breakable*; others plug in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from segue.capture import BreakableCapture, active_forward
+from segue.devices import Pool
+from segue.runner.binding import Call
+
+Forward = Callable[[], Any]  # the user's function on the bucket's static inputs
+Finish = Callable[[], None]
+
+
+@dataclass
+class Job:
+    """One bucket to capture.
+
+    ``forward``: the function on the static inputs, which are filled. ``arrived``: to be called with what it returned
+    before the capture ends; its result is called when the program has run whole, while nothing else can replay in the
+    pool. ``root``: where the names of what the graphs read are looked for. ``launched``: set by the strategy; whether
+    something had run when it failed, so that an eager retry would run it twice.
+    """
+
+    forward: Forward
+    arrived: Callable[[Any], Finish]
+    tokens: int
+    requests: int
+    valid: int
+    ctx: Any
+    pool: Pool
+    stream: Any
+    root: Any
+    name: str
+    launched: bool = False
+
+
+class Program(Protocol):
+    """A captured forward."""
+
+    @property
+    def graphs(self) -> int: ...
+
+    @property
+    def breaks(self) -> int: ...
+
+    @property
+    def writes(self) -> Sequence[Tensor]:
+        """Tensors outside the pool that the graphs write."""
+
+    def replay(self, valid_rows: int | None = None) -> None:
+        """Run it on the static inputs. The live context is that of the innermost ``active_forward``."""
+
+    def close(self) -> None: ...
+
+
+class Strategy(Protocol):
+    """A way to run a bucket. ``takes`` says whether it serves a call; the last strategy of a runner serves all."""
+
+    name: str
+
+    def takes(self, call: Call) -> bool: ...
+
+    def capture(self, job: Job) -> Program: ...
+
+
+class Breakable:
+    """Everything between break points captured, the breaks run live. Serves every batch."""
+
+    name = "breakable"
+
+    def takes(self, call: Call) -> bool:
+        return True
+
+    def capture(self, job: Job) -> Program:
+        """Run the forward once for real while recording it.
+
+        Raises:
+            whatever the forward or the capture raises; ``job.launched`` says whether a segment or break had run.
+        """
+        capture = BreakableCapture(
+            rows=job.tokens, pool=job.pool, stream=job.stream, valid_rows=job.valid, name=job.name, root=job.root
+        )
+        with torch.inference_mode(), active_forward(job.ctx), capture:
+            try:
+                finish = job.arrived(job.forward())
+            finally:
+                job.launched = capture.graphs > 0
+            failed = _before_release(capture, finish)
+        if failed:
+            capture.close()
+            raise failed[0]
+        return _Captured(capture)
+
+
+def _before_release(capture: BreakableCapture, finish: Finish) -> list[Exception]:
+    """Have ``finish`` run after the last segment and before another thread may replay in the pool."""
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            finish()
+        except Exception as e:
+            failed.append(e)
+
+    capture._scope.callback(run)
+    return failed
+
+
+class _Captured:
+    def __init__(self, capture: BreakableCapture) -> None:
+        self._capture = capture
+        self.graphs, self.breaks = capture.graphs, capture.breaks
+        self.writes = [e.tensor for e in capture.externals if e.written]
+        self.replay, self.close = capture.replay, capture.close

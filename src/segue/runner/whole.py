@@ -1,0 +1,207 @@
+"""The explicit capture: the whole ladder from one example, within the memory budget, leaving no trace."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from segue import _torch
+from segue.errors import UsageError
+from segue.runner.attributes import plain_values
+from segue.runner.binding import Call
+from segue.runner.buckets import Buckets, CaptureFailed
+from segue.runner.capturing import collect_garbage, example_rows, synthetic
+from segue.runner.memory import Cost, mib
+from segue.runner.plan import Plan
+from segue.runner.session import CaptureSummary, Progress
+from segue.runner.writes import WriteLog
+
+if TYPE_CHECKING:
+    from segue.runner.runner import GraphRunner
+
+log = logging.getLogger("segue")
+Rung = tuple[int, int | None]  # tokens, requests
+
+
+def capture_ladder(
+    runner: GraphRunner, buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any
+) -> CaptureSummary:
+    """Capture every bucket that has no graph yet for the example's variant."""
+    if runner.off:
+        log.info("SEGUE=off: nothing is captured, every call runs eager")
+        return CaptureSummary((), 0, 0, 0.0, Cost(0, 0))
+    return _Session(runner, buckets, args, kwargs, ctx).run()
+
+
+class _Session:
+    def __init__(
+        self, runner: GraphRunner, buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any
+    ) -> None:
+        self.runner, self.buckets, self.recorder, self.ctx = runner, buckets, buckets.recorder, ctx
+        self.call = self._example(args, kwargs, ctx)
+        if self.call.ctx is not None:
+            self.ctx = self.call.ctx
+        rungs = _rungs(list(runner.ladder), None if runner.request_ladder is None else list(runner.request_ladder))
+        if runner.request_ladder is not None:
+            rungs = [r for r in rungs if r[0] >= self.call.tokens and (r[1] or 0) >= self.call.requests]
+        self.rungs = [r for r in rungs if self._plan(r) is None and r[0] not in runner.admission.left_out]
+        self.done: list[Rung] = []
+        self.left_out: dict[int, Cost] = {}
+
+    def run(self) -> CaptureSummary:
+        start = time.perf_counter()
+        before = self._attributes()
+        collect_garbage()
+        progress = Progress(len(self.rungs), self.runner.progress)
+        with progress.showing(), _generators_kept(self.recorder.device.torch_device):
+            if self.runner.budget is None:
+                self._capture(self.rungs, progress)
+            else:
+                self._capture_within_budget(progress)
+        after = self._attributes()
+        changed = {k: (v, after[k]) for k, v in before.items() if k in after and after[k] != v}
+        if changed:
+            log.warning(
+                "segue: capturing changed Python attributes, which are not put back: %s",
+                ", ".join(f"{k} ({a!r} to {b!r})" for k, (a, b) in changed.items()),
+            )
+        programs = [p.program for r in self.done if (p := self._plan(r)) is not None]
+        summary = CaptureSummary(
+            buckets=tuple(dict.fromkeys(r[0] for r in self.done)),
+            segments=sum(p.graphs for p in programs),
+            breaks=sum(p.breaks for p in programs),
+            seconds=time.perf_counter() - start,
+            cost=self.buckets.cost(),
+            left_out=self.left_out,
+            changed=changed,
+        )
+        progress.close(summary)
+        return summary
+
+    def _capture(self, rungs: Sequence[Rung], progress: Progress) -> None:
+        for rung in rungs:
+            progress.bucket(rung[0], _torch.free_bytes(self.recorder.device.torch_device))
+            self._one(*rung)
+            progress.done()
+
+    def _one(self, tokens: int, requests: int | None) -> None:
+        """Warm up and capture one bucket, then put back what either wrote."""
+        runner = self.runner
+        all_real = runner.capture_ctx is not None or self.ctx is None
+        if runner.request_ladder is not None:
+            call = self.call
+        else:
+            call = example_rows(self.call, self.recorder.binder, tokens if all_real else min(self.call.tokens, tokens))
+        writes = WriteLog(self.recorder.owns, runner.state)
+        try:
+            with writes:
+                self.buckets.warm(call, tokens, requests, self._context(tokens))
+            self.call.specs = []
+            with writes:
+                self.buckets.record(call, tokens, requests, self._context(tokens), runner.strategies[-1])
+        except CaptureFailed:
+            return
+        finally:
+            writes.put_back()
+        self.done.append((tokens, requests))
+
+    def _capture_within_budget(self, progress: Progress) -> None:
+        """Predict from two small buckets, then capture what fits, largest first.
+
+        Where the prediction was too low, everything is dropped, so that the pool's memory really goes, and the smaller
+        buckets are captured anew.
+        """
+        budget = self.runner.budget
+        assert budget is not None
+        order = sorted(self.rungs)
+        base = self.buckets.cost()
+        for rung in dict.fromkeys((order[0], order[len(order) // 2])) if order else ():
+            self._capture([rung], progress)
+            cost = self.buckets.cost()
+            if cost.total > budget.limit:
+                self._give_up(rung)
+                if rung == order[0]:
+                    raise UsageError(
+                        f"memory_budget={mib(budget.limit)} is too small for one bucket: the smallest, {rung[0]}, takes "
+                        f"{cost}. Raise the budget, or share a pool"
+                    )
+                order = [r for r in order if r < rung]
+                self._leave_out([rung[0]], cost)
+                break
+            budget.observe(rung[0], cost)
+        fitting, left_out = budget.split(sorted({r[0] for r in order}), self.buckets.cost(), len(self.buckets.plans))
+        for bucket, cost in left_out.items():
+            self._leave_out([bucket], cost)
+        while True:
+            rest = [r for r in reversed(order) if r[0] in fitting and r not in self.done]
+            over = self._first_over(rest, progress)
+            if over is None:
+                return
+            self._leave_out([b for b in fitting if b >= over], self.buckets.cost())
+            fitting = [b for b in fitting if b < over]
+            self._give_up(*self.done)
+            if self.buckets.cost().pool > base.pool and self.buckets.cost().total > budget.limit:
+                log.warning(
+                    "segue: the pool is shared and keeps %s, more than the budget; nothing more is captured",
+                    self.buckets.cost(),
+                )
+                return
+
+    def _first_over(self, rungs: Sequence[Rung], progress: Progress) -> int | None:
+        assert self.runner.budget is not None
+        for rung in rungs:
+            self._capture([rung], progress)
+            if self.buckets.cost().total > self.runner.budget.limit:
+                return rung[0]
+        return None
+
+    def _give_up(self, *rungs: Rung) -> None:
+        self.buckets.drop([(self.call.key, *r) for r in rungs if self._plan(r) is not None])
+        self.done = [r for r in self.done if r not in rungs]
+
+    def _leave_out(self, buckets: Sequence[int], cost: Cost) -> None:
+        for bucket in buckets:
+            self.left_out[bucket] = cost
+            self.runner.over_budget(bucket, cost)
+
+    def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any) -> Call:
+        binder = self.recorder.binder
+        if args or kwargs:
+            return binder.read(args, kwargs, ctx)
+        values, tensors = synthetic(binder)
+        named = dict(zip(binder.names, values, strict=True))
+        return binder.read((), binder.placed(named, tensors), ctx)
+
+    def _plan(self, rung: Rung) -> Plan | None:
+        return self.buckets.plans.get((self.call.key, *rung))
+
+    def _context(self, tokens: int) -> Any:
+        return self.ctx if self.runner.capture_ctx is None else self.runner.capture_ctx(tokens)
+
+    def _attributes(self) -> dict[str, Any]:
+        found = plain_values(self.runner.fn)
+        return found if self.ctx is None else {**found, **plain_values(self.ctx, "ctx")}
+
+
+def _rungs(tokens: list[int], requests: list[int] | None) -> list[Rung]:
+    """All buckets, largest first; with a request axis pairs, with no more requests than the tokens could be of."""
+    if requests is None:
+        return [(b, None) for b in reversed(tokens)]
+    pairs: list[Rung] = []
+    for b in reversed(tokens):
+        enough = next((i for i, r in enumerate(requests) if r >= b), len(requests) - 1)
+        pairs += [(b, r) for r in reversed(requests[: enough + 1])]
+    return pairs
+
+
+@contextmanager
+def _generators_kept(device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng(
+        [device] if device.type != "cpu" else [], device_type=device.type if device.type != "cpu" else "cuda"
+    ):
+        yield

@@ -1,0 +1,80 @@
+"""The command: its verbs, what goes to stdout, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from segue.cli import app, cases, demo, main
+
+run = CliRunner().invoke
+
+
+def on_stdout(*arguments: str) -> Any:
+    result = run(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_env_names_versions_and_the_device() -> None:
+    facts = {row["what"]: row["value"] for row in on_stdout("env", "-o", "json")["rows"]}
+    assert facts["torch"] == torch.__version__ and "device" in facts
+
+
+def test_python_dash_m_is_the_same_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "segue", "env"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("| what | value |\n")
+
+
+def test_wrong_use_exits_2() -> None:
+    assert run(app, ["nothing"]).exit_code == 2
+    assert run(app, ["env", "-o", "yaml"]).exit_code == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device would run the benchmark")
+def test_an_error_of_segues_goes_to_stderr_and_exits_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["segue", "bench", "ttft"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    said = capsys.readouterr()
+    assert stopped.value.code == 2 and said.out == "" and said.err.startswith("segue: segue bench measures time")
+
+
+def test_the_demo_on_random_weights_is_identical_everywhere() -> None:
+    pytest.importorskip("transformers")
+    out = on_stdout("demo", "--random", "--layers", "2", "--tokens", "3", "-o", "json")
+    rows = out["rows"]
+    assert [row["tokens"] for row in rows] == [1, 6, 17, 40, 63, 96, 210, 390, 140, 390]
+    assert {row["verdict"] for row in rows} == {"identical"}
+    assert {row["breaks"] for row in rows} == {2} and {row["segments"] for row in rows} == {3}
+    assert all(row["bucket"] >= row["tokens"] for row in rows if row["prompt"] not in ("two chunks",))
+    assert all(row["untouched"] == 0 and row["replayed"] > 0 for row in rows)
+    if not torch.cuda.is_available():
+        assert any("Emulated" in note and "no timing" in note for note in out["notes"])
+        assert not any("ms" in column for row in rows for column in row)
+
+
+def test_the_demo_exits_1_after_writing_its_results_when_a_text_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(demo, "verdict", lambda *_: "differs: sequence 0, token 1: 5 instead of 4")
+    monkeypatch.setattr(cases, "_RANDOM_LENGTHS", (1, 6))
+    result = run(app, ["demo", "--random", "--layers", "1", "--tokens", "2"])
+    assert result.exit_code == 1
+    assert "differs: sequence 0, token 1" in result.stdout
+
+
+def test_a_verdict_names_the_first_token_that_differs() -> None:
+    want = torch.tensor([[7, 1, 2, 3], [7, 4, 5, 6]])
+    assert demo.verdict(want, want.clone(), 1) == "identical"
+    got = want.clone()
+    got[1, 2] = 9
+    assert demo.verdict(want, got, 1) == "differs: sequence 1, token 1: 9 instead of 5"
+    assert demo.verdict(want, want[:, :3], 1) == "differs: sequence 0, token 2: nothing instead of 3"

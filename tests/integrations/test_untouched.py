@@ -1,0 +1,111 @@
+"""What graphs can't serve runs the model's own forward, and is counted with its reason."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+Make = Callable[..., Any]
+
+
+def test_more_tokens_than_the_largest_bucket_run_untouched_and_are_counted(
+    make: Make, graphed: Make, ids: Make
+) -> None:
+    model, prompt = make(), ids(1, 40)
+    with torch.inference_mode():
+        want = model(prompt).logits
+        handle = graphed(model, max_tokens=32)
+        got = model(prompt).logits
+    assert torch.equal(got, want)
+    assert handle.stats.eager == 1
+    ((reason, count),) = handle.stats.reasons.items()
+    assert "no bucket fits" in reason and count == 1
+    assert reason in handle.report()
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"output_hidden_states": True}, "output_hidden_states was asked for"),
+        ({"output_attentions": True}, "output_attentions was asked for"),
+        ({"is_causal": False}, "the argument is_causal"),
+        ({"attention_mask": torch.ones(1, 1, 6)}, "neither [batch, tokens]"),
+    ],
+)
+def test_requests_about_the_inside_run_untouched(
+    given: dict[str, Any], reason: str, make: Make, graphed: Make, ids: Make
+) -> None:
+    model = make(attn_implementation="eager")
+    given = {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    handle = graphed(model)
+    with torch.inference_mode():
+        out = None
+        with suppress(Exception):  # what the model itself says to it
+            out = model.base_model(ids(1, 6), **given)
+    assert any(reason in r for r in handle.stats.reasons)
+    assert handle.stats.eager == 1 and handle.stats.warmed == 0
+    if "output_hidden_states" in given:
+        assert len(out.hidden_states) == 4
+
+
+def test_a_static_cache_runs_untouched_with_the_same_text(make: Make, graphed: Make, ids: Make) -> None:
+    model, prompt = make(), ids(1, 9)
+    given = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
+    want = model.generate(prompt, **given)
+    handle = graphed(model)
+    assert torch.equal(model.generate(prompt, **given), want)
+    assert any("a cache whose layers are Static" in reason for reason in handle.stats.reasons)
+
+
+def test_no_tokens_run_untouched(make: Make, graphed: Make, ids: Make) -> None:
+    handle = graphed(make())
+    with torch.inference_mode(), suppress(Exception):  # what the model itself says to it
+        handle.base_model(ids(1, 1)[:, :0], use_cache=True)
+    assert handle.stats.reasons == {"no tokens": 1}
+
+
+def test_the_models_own_errors_stay_its_own(make: Make, graphed: Make, ids: Make) -> None:
+    handle = graphed(make())
+    with torch.inference_mode(), pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+        handle.base_model()
+    assert handle.stats.reasons == {"not exactly one of input_ids and inputs_embeds": 1}
+
+
+def test_segue_off_in_the_environment_runs_everything_untouched(
+    make: Make, graphed: Make, ids: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = graphed(make())
+    monkeypatch.setenv("SEGUE", "off")
+    with torch.inference_mode():
+        handle(ids(1, 3))
+    assert handle.stats.reasons == {"SEGUE=off in the environment": 1}
+
+
+def test_the_handle_passes_calls_and_attributes_on(make: Make, graphed: Make, ids: Make) -> None:
+    model = make()
+    handle = graphed(model)
+    assert handle.config is model.config and handle.generate.__self__ is model and handle.device == model.device
+    with torch.inference_mode():
+        assert torch.equal(handle(ids(1, 3)).logits, model(ids(1, 3)).logits)
+    handle.generation_config = other = copy.deepcopy(model.generation_config)
+    assert model.generation_config is other
+    with pytest.raises(AttributeError):
+        _ = handle.nothing_of_that_name
+
+
+def test_autocast_runs_untouched(make: Make, graphed: Make, ids: Make) -> None:
+    model, prompt = make(), ids(1, 5)
+    handle = graphed(model)
+    with torch.inference_mode():
+        for _ in range(3):
+            model(prompt)
+        with torch.autocast(model.device.type, dtype=torch.bfloat16):
+            got = model(prompt).logits
+            with handle.untouched():
+                assert torch.equal(model(prompt).logits, got)
+    assert handle.stats.reasons == {"autocast is on": 1}

@@ -1,0 +1,77 @@
+"""The memory budget: what is predicted, what is left out, and what is said about it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from runner.rows import close
+from segue.errors import UsageError
+from segue.runner import GraphRunner, Input
+from segue.runner.memory import Cost, MemoryBudget
+
+MIB = 2**20
+INPUTS = {"x": Input(0, 0.0)}
+
+
+def test_pool_bytes_are_predicted_along_a_line_and_driver_bytes_a_graph():
+    budget = MemoryBudget(100)
+    budget.observe(1, Cost(12, 2))
+    budget.observe(11, Cost(32, 4))
+    assert budget.predict(21, Cost(32, 4), 2, 3) == Cost(52, 6)
+    assert budget.predict(5, Cost(32, 4), 2, 2) == Cost(32, 4), "a smaller bucket uses the largest one's memory again"
+
+
+def test_the_buckets_that_fit_are_told_from_those_that_do_not():
+    budget = MemoryBudget(60)
+    budget.observe(1, Cost(12, 2))
+    budget.observe(11, Cost(32, 4))
+    fitting, left_out = budget.split([1, 11, 21, 41], Cost(32, 4), 2)
+    assert fitting == [1, 11, 21] and left_out == {41: Cost(92, 8)}
+
+
+def hungry(x):
+    """16 KiB a row, for a moment."""
+    y = x.repeat(1, 1024)
+    return (y * 2).view(len(x), 1024, 4).sum(1)
+
+
+def runner_of(device, **options):
+    return GraphRunner(hungry, INPUTS, [8, 16, 64, 256, 1024], device=device, progress=False, **options)
+
+
+def test_what_does_not_fit_is_left_out_with_the_numbers_and_the_rest_works(device, model, caplog):
+    with caplog.at_level(logging.WARNING, "segue"):
+        runner = runner_of(device, memory_budget=24 * MIB)
+        summary = runner.capture(model.x(3))
+    assert 1024 in summary.left_out and 8 in summary.buckets and 1024 not in summary.buckets
+    assert runner.stats.pool_bytes + runner.stats.driver_bytes <= 24 * MIB
+    assert "bucket 1024 is left out: graphs would take" in caplog.text and "memory_budget is 24.0 MiB" in caplog.text
+    for n in (5, 16, 1000):
+        torch.testing.assert_close(runner(model.x(n)), hungry(model.x(n)))
+    assert dict(runner.stats.reasons) == {"no bucket fits": 1}
+    assert "left out: " in runner.explain(1000) and "1024 (memory_budget)" in runner.explain(1000)
+
+
+def test_a_roomy_budget_leaves_nothing_out(device, model):
+    summary = runner_of(device, memory_budget=4096 * MIB).capture(model.x(3))
+    assert sorted(summary.buckets) == [8, 16, 64, 256, 1024] and not summary.left_out
+
+
+def test_a_budget_too_small_for_one_bucket_is_refused_with_the_numbers(device, model):
+    runner = runner_of(device, memory_budget=1000)
+    with pytest.raises(
+        UsageError, match=r"memory_budget=0.0 MiB is too small for one bucket: the smallest, 8, takes .* MiB"
+    ):
+        runner.capture(model.x(3))
+    for _ in range(3):
+        assert close(runner(model.x(3)), hungry(model.x(3)))
+
+
+def test_lazy_captures_keep_to_the_budget_too(device, model):
+    runner = runner_of(device, memory_budget=24 * MIB)
+    for n in (5, 5, 60, 60, 1000, 1000, 1000):
+        torch.testing.assert_close(runner(model.x(n)), hungry(model.x(n)))
+    assert 1024 not in runner.stats.buckets and set(runner.stats.reasons) == {"memory_budget", "no bucket fits"}

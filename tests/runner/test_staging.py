@@ -1,0 +1,115 @@
+"""Buffers: what a call leaves in them is the call's own rows and padding, whatever was there before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from segue.runner.inputs import Input, Leaf, Spec
+from segue.runner.staging import Buffer, Stage
+
+CPU = torch.device("cpu")
+
+
+def buffer(declared: Input, like: torch.Tensor, capacity: int = 16) -> Buffer:
+    leaf = Leaf("x", 0, (), declared)
+    return Buffer(leaf, leaf.learn(like, CPU), capacity, CPU)
+
+
+calls = st.lists(st.sampled_from([4, 8, 16]).flatmap(lambda b: st.tuples(st.just(b), st.integers(0, b))), max_size=12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(calls, st.sampled_from([0.0, -7.0]))
+def test_after_any_history_a_bucket_holds_the_call_and_padding(history, pad):
+    b = buffer(Input(0, pad), torch.zeros(1, 2))
+    stages = {rows: Stage([b], rows, -1) for rows in (4, 8, 16)}
+    for i, (rows, n) in enumerate(history):
+        x = torch.full((n, 2), 100.0 + i)
+        stages[rows].fill([x], n, -1)
+        want = torch.full((rows, 2), pad)
+        want[:n] = x
+        assert torch.equal(stages[rows].static[0], want)
+
+
+def test_a_tail_is_padded_again_only_where_an_older_call_wrote():
+    b = buffer(Input(0, 0), torch.zeros(1, 2))
+    assert b.claim(8, 8) == (8, 0) or b.claim(8, 8)[0] >= b.claim(8, 8)[1]
+    assert b.claim(3, 8) == (3, 8)
+    begin, end = b.claim(3, 8)
+    assert begin >= end
+    b.claim(12, 16)
+    assert b.claim(5, 8) == (5, 8)
+    begin, end = b.claim(5, 8)
+    assert begin >= end, "rows 8 to 12 are still dirty, but lie outside the bucket"
+    assert b.claim(5, 16) == (8, 12)
+
+
+def test_a_break_that_writes_into_a_buffer_makes_its_tail_dirty():
+    b = buffer(Input(0, 0), torch.zeros(1, 2))
+    stage = Stage([b], 8, -1)
+    stage.fill([torch.ones(3, 2)], 3, -1)
+    stage.static[0].add_(5)
+    stage.fill([torch.ones(3, 2)], 3, -1)
+    assert stage.static[0][3:].eq(0).all()
+
+
+def test_a_segment_that_writes_into_a_buffer_costs_it_the_whole_tail_every_time():
+    b = buffer(Input(0, 0), torch.zeros(1, 2))
+    b.written_by_graph()
+    assert b.claim(3, 8) == (3, 8) and b.claim(3, 8) == (3, 8)
+
+
+@pytest.mark.parametrize("dim, shape", [(1, (1, 3, 4)), (1, (2, 3, 4)), (-1, (2, 3)), (2, (1, 1, 3))])
+def test_tokens_may_lie_along_any_dimension(dim, shape):
+    declared = Input(dim, 9)
+    for rows in ((8, 5), (8, 2), (4, 3), (8, 1)):
+        b = buffer(declared, torch.zeros(shape))
+        stage, small = Stage([b], 8, -1), Stage([b], 4, -1)
+        for bucket, n in (rows, (4, 4), (8, 2)):
+            size = list(shape)
+            size[dim] = n
+            x = torch.randn(size)
+            used = stage if bucket == 8 else small
+            used.fill([x], n, -1)
+            assert used.static[0].is_contiguous()
+            assert torch.equal(used.static[0].narrow(dim, 0, n), x)
+            assert used.static[0].narrow(dim, n, bucket - n).eq(9).all()
+
+
+def test_edge_padding_repeats_the_last_real_row():
+    leaf = Leaf("cu", 0, (), Input(request_dim=0, extra=1, pad="edge"))
+    cu = torch.tensor([0, 3, 5], dtype=torch.int32)
+    b = Buffer(leaf, leaf.learn(cu, CPU), 9, CPU)
+    stage = Stage([b], 16, 8)
+    stage.fill([torch.arange(9, dtype=torch.int32)], 16, 8)
+    stage.fill([cu], 5, 2)
+    assert stage.static[0].tolist() == [0, 3, 5, 5, 5, 5, 5, 5, 5]
+    assert stage.padded([cu], 5, 2)[0].tolist() == stage.static[0].tolist()
+
+
+def test_absent_inputs_have_no_buffer_and_fixed_ones_are_copied_whole():
+    bias = Buffer(Leaf("bias", 1, (), Input()), Spec(torch.float32, CPU, (2, 2), None), 1, CPU)
+    stage = Stage([buffer(Input(0, 0), torch.zeros(1, 2)), None, bias], 4, -1)
+    stage.fill([torch.ones(2, 2), None, torch.eye(2)], 2, -1)
+    assert stage.static[1] is None and torch.equal(stage.static[2], torch.eye(2))
+
+
+def test_a_failed_copy_leaves_nothing_believed_clean():
+    b = buffer(Input(0, 0), torch.zeros(1, 2))
+    stage = Stage([b], 8, -1)
+    stage.fill([torch.ones(8, 2)], 8, -1)
+    with pytest.raises(RuntimeError):
+        stage.fill([torch.ones(5, 3)], 2, -1)
+    stage.fill([torch.ones(2, 2)], 2, -1)
+    assert stage.static[0][2:].eq(0).all()
+
+
+def test_buffers_can_be_filled_in_and_outside_inference_mode():
+    stage = Stage([buffer(Input(0, 0), torch.zeros(1, 2))], 4, -1)
+    for inside in (True, False, True):
+        with torch.inference_mode(inside):
+            stage.fill([torch.ones(3, 2)], 3, -1)
+    assert not stage.static[0].is_inference()

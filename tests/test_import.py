@@ -1,0 +1,47 @@
+"""``import segue`` is quick and needs nothing but torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+_TIMED = """
+import json, sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import segue
+seconds = time.perf_counter() - start
+print(json.dumps({"seconds": seconds, "new": sorted(set(sys.modules) - before)}))
+"""
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def imported() -> dict[str, Any]:
+    return json.loads(run(_TIMED))  # type: ignore[no-any-return]
+
+
+def test_import_adds_less_than_100_ms_to_that_of_torch() -> None:
+    # The least of a few: other processes make a start slower, never quicker.
+    assert min(imported()["seconds"] for _ in range(5)) < 0.1
+
+
+def test_import_brings_in_neither_dynamo_nor_transformers_nor_the_command_line() -> None:
+    new = {name.split(".")[0] if not name.startswith("torch.") else name for name in imported()["new"]}
+    assert not new & {"transformers", "triton", "typer", "rich", "numpy", "torch._dynamo", "torch._inductor"}
+
+
+def test_import_works_with_transformers_and_cuda_hidden() -> None:
+    hidden = "import os, sys; os.environ['CUDA_VISIBLE_DEVICES'] = ''; sys.modules['transformers'] = None\n"
+    assert run(hidden + "import segue; print(callable(segue.accelerate))") == "True\n"
+
+
+def test_every_public_name_is_there() -> None:
+    import segue
+
+    assert all(hasattr(segue, name) for name in segue.__all__)
