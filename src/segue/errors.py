@@ -6,6 +6,8 @@ and the smallest change that mends it. Torch's and the user's own exceptions pas
 
 from __future__ import annotations
 
+import torch
+
 
 class SegueError(RuntimeError):
     """Base of every error that segue raises on purpose."""
@@ -17,6 +19,10 @@ class UsageError(SegueError):
 
 class CaptureError(SegueError):
     """Something that a graph can't hold was met while recording: a host read, a data-dependent shape, a mutable argument."""
+
+
+class GraphMemoryError(CaptureError, torch.OutOfMemoryError):
+    """The device ran out of memory while a capture was recorded. Earlier captures keep working."""
 
 
 class ReplayError(SegueError):

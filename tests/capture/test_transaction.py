@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 from collections.abc import Callable
 
@@ -212,3 +213,58 @@ def test_a_replay_inside_a_forward_of_the_same_pool_is_refused(device: Device) -
 
     with pytest.raises(segue.SegueError, match="pool of its own"), segue.BreakableCapture(device=device):
         calls_inner(x * 3)
+
+
+def test_running_out_of_memory_names_the_bucket_and_the_bytes_and_earlier_captures_keep_working(device: Device) -> None:
+    x = torch.ones(4, device=device.torch_device)
+    earlier = segue.BreakableCapture(device=device)
+    with earlier:
+        out = plus_one(x * 2) * 1
+
+    def too_much() -> Tensor:
+        if device.traits.driver_memory:
+            return torch.empty(1 << 50, device=device.torch_device)
+        raise torch.OutOfMemoryError("tried to allocate 1.00 PiB")
+
+    failed = segue.BreakableCapture(device=device, name="bucket 64")
+    with pytest.raises(segue.SegueError, match=r"bucket 64: out of memory while recording segment 1.*MiB") as caught, failed:
+        plus_one(x * 2)
+        too_much()
+    assert isinstance(caught.value, torch.OutOfMemoryError)
+    x.fill_(5)
+    earlier.replay()
+    assert out.tolist() == [11.0] * 4
+
+
+def test_an_interrupt_that_arrives_while_a_segment_ends_waits_until_it_has_ended(device: Device) -> None:
+    x = torch.ones(4, device=device.torch_device)
+
+    @segue.break_point
+    def interrupted(y: Tensor) -> Tensor:
+        signal.raise_signal(signal.SIGINT)
+        return y
+
+    for forward in (interrupted, _interrupt_at_commit):
+        with pytest.raises(KeyboardInterrupt), segue.BreakableCapture(device=device):
+            forward(x * 2)
+        torch.rand(3, device=device.torch_device)
+        capture = segue.BreakableCapture(device=device)
+        with capture:
+            out = plus_one(x) * 2
+        capture.replay()
+        assert out.tolist() == [4.0] * 4
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def _interrupt_at_commit(y: Tensor) -> Tensor:
+    capture = segue.BreakableCapture.current()
+    assert capture is not None
+    recording = capture._recording
+    commit = recording.commit  # type: ignore[union-attr]
+
+    def raise_then_commit() -> object:
+        signal.raise_signal(signal.SIGINT)
+        return commit()
+
+    recording.commit = raise_then_commit  # type: ignore[method-assign, union-attr, assignment]
+    return plus_one(y)

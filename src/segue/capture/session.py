@@ -12,13 +12,13 @@ import torch
 
 from segue import _where, devices
 from segue.capture.breaks import Break, BreakSpec
-from segue.capture.guards import one_capture, still
+from segue.capture.guards import one_capture, still, uninterrupted
 from segue.capture.ownership import Ownership
 from segue.capture.program import Program, Step
 from segue.capture.state import state
 from segue.capture.watch import External, OnWrite, Watch
-from segue.devices import Device, Pool, Segment
-from segue.errors import ReplayError, UsageError
+from segue.devices import Device, Pool, Recording, Segment
+from segue.errors import GraphMemoryError, ReplayError, UsageError
 
 
 class BreakableCapture:
@@ -62,6 +62,7 @@ class BreakableCapture:
         self._graphs: list[Segment] = []
         self._root = root
         self._watch = Watch(self.pool, self.name, on_write)
+        self._recording: Recording | None = None
         self._program: Program | None = None
         self._error: BaseException | None = None  # the first one of this capture, while it lasts
         self._failure = ""
@@ -137,9 +138,15 @@ class BreakableCapture:
                 self._program = self._finish()
         except BaseException as e:
             first = e
-        finally:
-            self._abandon()
-            self._scope.close()
+        try:
+            with uninterrupted():
+                self._abandon()
+                self._scope.close()
+        except BaseException as e:
+            first = first or e
+        if isinstance(first, torch.OutOfMemoryError) and not isinstance(first, GraphMemoryError):
+            named = self._out_of_memory(first)
+            named.__cause__, first = first, named
         if first is None:
             self._status = "captured"
             return
@@ -147,7 +154,7 @@ class BreakableCapture:
         self._retire()
         if first is error:
             return
-        if error is not None:
+        if error is not None and first.__cause__ is not error:
             first.add_note(f"{self.name}: after that, {type(error).__name__}: {error}")
         try:
             raise first
@@ -223,33 +230,47 @@ class BreakableCapture:
         return Program(self._steps, ownership, self.pool, self.rows, self.name, torch.is_inference_mode_enabled())
 
     def _begin(self) -> None:
-        recording = self.device.begin(self.pool)
-        recording.reenter = self._watch
-        self._watch.recording = recording
-        self._watch.__enter__()
-        state.phase = "segment"
+        with uninterrupted():
+            recording = self.device.begin(self.pool)
+            recording.reenter = self._watch
+            self._recording = self._watch.recording = recording
+            self._watch.__enter__()
+            state.phase = "segment"
 
     def _end(self) -> None:
         """Commit the segment and launch it: breaks must see what it computes."""
-        recording = self._watch.recording
+        recording = self._recording
         if recording is None:
             return
-        self._leave_watch()
-        segment = recording.commit()
-        self._steps.append(segment)
-        self._graphs.append(segment)
-        segment.launch()
+        with uninterrupted():
+            self._leave_watch()
+            segment = recording.commit()
+            self._recording = None
+            self._steps.append(segment)
+            self._graphs.append(segment)
+            segment.launch()
 
     def _abandon(self) -> None:
-        recording = self._watch.recording
+        recording = self._recording
         if recording is not None:
-            self._leave_watch()
-            recording.abort()
+            with uninterrupted():
+                self._leave_watch()
+                recording.abort()
+                self._recording = None
 
     def _leave_watch(self) -> None:
-        self._watch.recording = None
-        state.phase = None
-        self._watch.__exit__(None, None, None)
+        if self._watch.recording is not None:
+            self._watch.recording = None
+            state.phase = None
+            self._watch.__exit__(None, None, None)
+
+    def _out_of_memory(self, error: torch.OutOfMemoryError) -> GraphMemoryError:
+        usage = self.pool.usage()
+        return GraphMemoryError(
+            f"{self.name}: out of memory while recording segment {self.graphs}, on {self.device.name}: {str(error).rstrip('.')}. "
+            f"The graph pool holds {usage.reserved / 2**20:.0f} MiB. Earlier captures keep working; use fewer or smaller buckets, "
+            "or a memory budget."
+        )
 
 
 def _restore_state(before: tuple[Any, ...]) -> None:
