@@ -55,10 +55,9 @@ def break_point(
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return _torch.outside_compiled(spec.call, args, kwargs)
         return spec.call(args, kwargs)
 
+    _torch.dynamo_boundary(wrapper)
     return wrapper
 
 
