@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,6 +20,9 @@ from segue.capture.state import state
 from segue.capture.watch import External, OnWrite, Watch
 from segue.devices import Device, Pool, Recording, Segment
 from segue.errors import GraphMemoryError, ReplayError, UsageError
+
+
+log = logging.getLogger("segue")
 
 
 class BreakableCapture:
@@ -149,6 +153,8 @@ class BreakableCapture:
             named.__cause__, first = first, named
         if first is None:
             self._status = "captured"
+            if not self.breaks and self._root is None:
+                log.warning("segue: %s met no break point: all of it, attention included, replays at the captured shape", self.name)
             return
         self._fail(first)
         self._retire()
