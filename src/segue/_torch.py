@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -131,6 +131,21 @@ def _replace_invalid_capture() -> None:
     runtime.cudaStreamEndCapture(stream)
     runtime.cudaGetLastError()
     runtime.cudaStreamBeginCapture(stream, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
+
+
+@contextlib.contextmanager
+def allocating_from(pool: Any, device: int) -> Iterator[None]:
+    """Route this thread's allocations to a graph pool, as ``torch.cuda.use_mem_pool`` does for a ``MemPool``.
+
+    A pool that is a mere handle lives as long as its graphs do. A ``MemPool`` adds an owner, and with torch 2.11 the end of that
+    owner was seen to corrupt the heap.
+    """
+    torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
+    try:
+        yield
+    finally:
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
 
 
 def memory_segments(pool: Any) -> list[dict[str, Any]]:

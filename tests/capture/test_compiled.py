@@ -12,7 +12,10 @@ from torch import Tensor
 import segue
 from segue.devices import Device
 
-pytestmark = pytest.mark.usefixtures("inference")
+pytestmark = [
+    pytest.mark.usefixtures("inference"),
+    pytest.mark.filterwarnings("default"),  # what inductor warns of while it is imported is not ours
+]
 
 
 @pytest.fixture(autouse=True)

@@ -56,25 +56,19 @@ class CudaPool:
     def __init__(self, device: CudaDevice) -> None:
         self.device: CudaDevice = device
         self.replays = 0
-        self._mempool = torch.cuda.MemPool()
+        self.id: Any = torch.cuda.graph_pool_handle()  # what ``capture_begin(pool=...)`` takes
         self._lock = threading.RLock()
         self._devices: list[int] = []  # current before each turn under way
         self._stream: int | None = None  # raw stream of the last replay
         self._stream_object: torch.cuda.Stream | None = None
         self._attached: set[object] = set()
         self._retired: list[Any] = []
-        self.abandoned = False  # some recording into it was
         self._anchor: torch.cuda.CUDAGraph | None = None
         self._starts: list[int] = []  # of the pool's memory, sorted, with the ends beside them
         self._ends: list[int] = []
         self._mark: object = None
         self._turn = _Turn(self)
         session_books.pools.append(self)
-
-    @property
-    def id(self) -> Any:
-        """What ``capture_begin(pool=...)`` takes."""
-        return self._mempool.id
 
     def anchor(self) -> None:
         """Keep the pool in use from its first recording on, by an empty graph.
@@ -108,7 +102,7 @@ class CudaPool:
         return True
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-        with torch.inference_mode(False), torch.cuda.use_mem_pool(self._mempool, self.device.torch_device):
+        with torch.inference_mode(False), _torch.allocating_from(self.id, self.device.index):
             return torch.empty_strided(size, stride, dtype=dtype, device=self.device.torch_device)
 
     def blocks(self) -> list[tuple[int, int]]:
@@ -146,9 +140,7 @@ class CudaPool:
     def flush(self, even_if_attached: bool = False) -> None:
         """Destroy what was retired, all at once, if nothing alive shares the pool.
 
-        Resetting one graph can free a cuBLAS workspace of the stream that other graphs baked (pytorch#193402). A pool in which a
-        recording was abandoned is not given back to the device, only used again: destroying it corrupts torch's allocator
-        (torch 2.11; pytorch#190308).
+        Resetting one graph can free a cuBLAS workspace of the stream that other graphs baked (pytorch#193402).
         """
         if self._anchor is None or (self._attached and not even_if_attached):
             return
@@ -156,11 +148,9 @@ class CudaPool:
         for segment in self._retired:
             segment.destroy()
         self._retired.clear()
-        if self.abandoned:
-            return
         self._anchor.reset()
         self._anchor = None
-        self._mempool = torch.cuda.MemPool()
+        self.id = torch.cuda.graph_pool_handle()
         self._starts, self._ends, self._mark = [], [], None
         torch.cuda.empty_cache()
 
@@ -185,7 +175,6 @@ class CudaPool:
         self._lock.release()
 
     def _segments(self) -> list[dict[str, Any]]:
-        # All pools' segments can't be asked for: torch 2.11 crashed walking what retired pools had left.
         mine = tuple(self.id)
         return [
             s

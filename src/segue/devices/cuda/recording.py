@@ -52,7 +52,6 @@ class CudaRecording:
     reenter: AbstractContextManager[Any]
 
     def __init__(self, pool: CudaPool) -> None:
-        self._pool = pool
         pool.anchor()
         self._graph = _torch.new_graph()
         self._seen = Seen()
@@ -84,7 +83,6 @@ class CudaRecording:
 
     def abort(self) -> None:
         self._scope.close()
-        self._pool.abandoned = True
         _torch.abandon_graph(self._graph)
 
 
