@@ -54,7 +54,7 @@ def storage_span(t: Tensor) -> tuple[int, int]:
 
 
 def inference_guard(enabled: bool) -> Any:
-    """The guard object behind ``torch.inference_mode``, without its Python frame: holds until it is deleted."""
+    """``torch.inference_mode`` without its Python frames: a context manager, in force from its making on."""
     return _inference_guard(enabled)
 
 

@@ -268,3 +268,47 @@ def _interrupt_at_commit(y: Tensor) -> Tensor:
 
     recording.commit = raise_then_commit  # type: ignore[method-assign, union-attr, assignment]
     return plus_one(y)
+
+
+def test_a_capture_can_not_begin_inside_a_replay(device: Device) -> None:
+    x = torch.ones(4, device=device.torch_device)
+    inner = [lambda: None]
+    capture = segue.BreakableCapture(device=device)
+    with capture:
+        plus_one(x)
+        capture.add_eager(lambda: inner[0]())
+
+    def begin() -> None:
+        with segue.BreakableCapture(pool=device.new_pool()):
+            pass
+
+    inner[0] = begin
+    with pytest.raises(segue.SegueError, match="in a break of a replay"):
+        capture.replay()
+    inner[0] = lambda: None
+    capture.replay()
+
+
+@pytest.mark.parametrize("mode", ["grad", "no_grad", "inference"])
+def test_breaks_replay_in_the_mode_of_the_capture_and_an_error_leaves_the_callers(device: Device, mode: str) -> None:
+    seen: list[bool] = []
+
+    @segue.break_point
+    def look(y: Tensor) -> Tensor:
+        seen.append(torch.is_inference_mode_enabled() and not torch.is_grad_enabled())
+        if len(seen) == 3:
+            raise ValueError("in the break")
+        return y
+
+    x = torch.ones(4, device=device.torch_device)
+    capture = segue.BreakableCapture(device=device)
+    with capture:
+        look(x * 2)
+    with torch.inference_mode(mode == "inference"), torch.set_grad_enabled(mode == "grad"):
+        capture.replay()
+        with pytest.raises(ValueError, match="in the break") as error:
+            capture.replay()
+        assert torch.is_inference_mode_enabled() == (mode == "inference")
+        assert torch.is_grad_enabled() == (mode == "grad")
+        del error
+    assert seen == [True] * 3

@@ -189,6 +189,11 @@ class Break:
         def on_leaf(value: Any, path: str, token_dim: int | None) -> tuple[Take, Any]:
             if not isinstance(value, Tensor):
                 return self._same(path, value, contexts), value
+            if self._watch is not None and value.device != self._watch.pool.device.torch_device:
+                raise CaptureError(
+                    f"{self.where}: {path} is on {value.device}, and segments run on {self._watch.pool.device.name}. Move it "
+                    "there inside the break, or keep it on the live context if only breaks use it."
+                )
             if id(value) in seen:
                 return _ignore, seen[id(value)]
             seen[id(value)], handoff = first_result(

@@ -7,7 +7,7 @@ other memory (``p.data = ...``, a new ``Parameter``, a cache replaced) would go 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -26,12 +26,15 @@ _data_ptr = Tensor.data_ptr
 
 
 class Place:
-    """Where a tensor is held by name: ``holder[key]``, or ``holder.key`` where the holder isn't a dict, list or tuple."""
+    """Where something is held: ``holder[key]``, or ``holder.key`` where the holder isn't a dict, list or tuple.
 
-    __slots__ = ("holder", "key", "name", "subscript")
+    ``within``: the place of the holder, so that a place has a path from the root.
+    """
 
-    def __init__(self, holder: Any, key: Any, name: str) -> None:
-        self.holder, self.key, self.name = holder, key, name
+    __slots__ = ("holder", "key", "name", "subscript", "within")
+
+    def __init__(self, holder: Any, key: Any, name: str, within: Place | None) -> None:
+        self.holder, self.key, self.name, self.within = holder, key, name, within
         self.subscript = isinstance(holder, dict | list | tuple)
 
     def get(self) -> Any:
@@ -48,19 +51,22 @@ class Ownership:
         externals: what segments read or write outside the pool.
         root: the function that was captured, from which names are looked for; None for a bare capture.
         context_tensors: tensors of the live context whose address a break's arguments have baked, by path.
+
+    ``named`` pairs a name with each external that has one, ``unnamed`` are the others. Where compiled code is reachable from
+    the root, its inner operands were not watched: then every tensor that the root reaches counts as read.
     """
 
     def __init__(
         self, externals: list[External], root: Any, context_tensors: Mapping[str, tuple[Callable[[Any], Any], Tensor]]
     ) -> None:
-        places, links = _places(root) if root is not None else ({}, [])
+        places, compiled = _places(root) if root is not None else ({}, False)
         contexts = ContextMap(state.ctx)
         named: list[tuple[Place, External]] = []
         self.unnamed: list[External] = []
         self._context: list[tuple[str, Callable[[Any], Any], int, External | None]] = [
             (path, get, t.data_ptr(), None) for path, (get, t) in context_tensors.items()
         ]
-        for external in externals:
+        for external in [*externals, *(_unwatched(externals, places) if compiled else ())]:
             place = places.get(_torch.storage_key(external.tensor))
             if place is not None:
                 named.append((place, external))
@@ -69,12 +75,16 @@ class Ownership:
                 self._context.append((show(path), get, get(state.ctx).data_ptr(), external))
             else:
                 self.unnamed.append(external)
+        self.named = [(place.name, external) for place, external in named]
         self._items = [(place, external) for place, external in named if place.subscript]
         self._attributes = [(place, external, place.get().data_ptr()) for place, external in named if not place.subscript]
         self._lookups = [(place.holder, place.key) for place, _ in self._items]
         self._loose = [external.seen for external in self.unnamed]
-        self._links = [(table, key) for table, key, _ in links]
-        self._linked = [child for _, _, child in links]
+        links = _links(place for place, _ in named)
+        self._links = [(link.holder, link.key) for link in links if link.subscript]
+        self._linked = [id(link.get()) for link in links if link.subscript]
+        self._attribute_links = [(link, link.get()) for link in links if not link.subscript]
+        self._held = [link.get() for link in links]  # an id stands for its object only while that lives
         self._pointers = list(map(_data_ptr, self._tensors()))
 
     def check(self) -> None:
@@ -84,10 +94,16 @@ class Ownership:
             ReplayError: something was re-pointed, resized or freed; names it and the line that reads it.
         """
         try:
-            if list(map(_data_ptr, self._tensors())) != self._pointers or [d[k] for d, k in self._links] != self._linked:
+            if (
+                list(map(_data_ptr, self._tensors())) != self._pointers
+                or list(map(id, [holder[key] for holder, key in self._links])) != self._linked
+            ):
                 raise self._moved()
         except (KeyError, IndexError, TypeError):
             raise self._moved() from None
+        for link, child in self._attribute_links:
+            if link.get() is not child:
+                raise _replaced(link)
         for place, external, pointer in self._attributes:
             if _pointer(place.get()) != pointer:
                 raise _repointed(place.name, external)
@@ -110,9 +126,16 @@ class Ownership:
         for external, pointer in zip(self.unnamed, pointers, strict=True):
             if _pointer(external.seen) != pointer:
                 return _repointed(f"a tensor {tuple(external.tensor.shape)} {external.tensor.dtype}", external)
-        return ReplayError(
-            "a submodule of the captured function was replaced; its graphs would go on reading the old one. Capture again."
-        )
+        links = _links(place for place, _ in self._items)
+        held = {id(child) for child in self._held}
+        return _replaced(next((link for link in links if id(link.get()) not in held), links[0]))
+
+
+def _replaced(link: Place) -> ReplayError:
+    return ReplayError(
+        f"{link.name} was replaced since the capture; the graph would go on with the tensors of the old one. Change them in "
+        "place (copy_), or capture again."
+    )
 
 
 def _pointer(value: Any) -> int | None:
@@ -134,29 +157,52 @@ def _context_moved(path: str, external: External | None) -> ReplayError:
     )
 
 
-def _places(root: Any) -> tuple[dict[int, Place], list[tuple[dict[str, Any], str, Any]]]:
-    """Where each storage reachable from ``root`` is held (the first place found), and the links from modules to submodules."""
+def _links(places: Iterable[Place]) -> list[Place]:
+    """The places that lead from the root to these, each once."""
     found: dict[int, Place] = {}
-    links: list[tuple[dict[str, Any], str, Any]] = []
+    for place in places:
+        within = place.within
+        while within is not None and id(within) not in found:
+            found[id(within)] = within
+            within = within.within
+    return list(found.values())
+
+
+def _unwatched(externals: list[External], places: dict[int, Place]) -> list[External]:
+    seen = {_torch.storage_key(e.tensor) for e in externals}
+    tensors = [place.get() for key, place in places.items() if key not in seen]
+    return [External(t.detach(), t, "compiled code", "a line that nothing could watch") for t in tensors]
+
+
+def _places(root: Any) -> tuple[dict[int, Place], bool]:
+    """Where each storage reachable from ``root`` is held (the first place found), and whether compiled code is reachable."""
+    found: dict[int, Place] = {}
+    compiled = False
     seen: set[int] = set()
-    stack: list[tuple[Any, str, int]] = [(root, getattr(root, "__name__", type(root).__name__), _DEPTH)]
+    stack: list[tuple[Any, str, int, Place | None]] = [(root, getattr(root, "__name__", type(root).__name__), _DEPTH, None)]
     while stack and len(seen) < _MOST:
-        value, name, depth = stack.pop()
+        value, name, depth, within = stack.pop()
         if id(value) in seen or depth < 0:
             continue
         seen.add(id(value))
+        compiled = compiled or _is_compiled(value)
         for holder, key, child, text in _held(value):
-            label = f"{name}{text}"
+            place = Place(holder, key, f"{name}{text}", within)
             if isinstance(child, Tensor):
                 if child.layout is torch.strided and _has_storage(child):
-                    found.setdefault(_torch.storage_key(child), Place(holder, key, label))
+                    found.setdefault(_torch.storage_key(child), place)
             elif isinstance(child, torch.nn.Module):
-                if isinstance(value, torch.nn.Module):
-                    links.append((value._modules, key, child))  # type: ignore[arg-type]
-                stack.append((child, label, _DEPTH))
+                stack.append((child, place.name, _DEPTH, place))
             elif not is_plain(child) or isinstance(child, FunctionType):
-                stack.append((child, label, depth - 1))
-    return found, links
+                stack.append((child, place.name, depth - 1, place))
+    return found, compiled
+
+
+def _is_compiled(value: Any) -> bool:
+    if isinstance(value, torch.nn.Module):
+        return getattr(value, "_compiled_call_impl", None) is not None or "_torchdynamo_orig_callable" in value.__dict__
+    held = getattr(value, "__dict__", None) if isinstance(value, FunctionType) else None
+    return bool(held) and "_torchdynamo_orig_callable" in held and not held.get("_torchdynamo_disable", False)
 
 
 def _held(value: Any) -> Iterator[tuple[Any, Any, Any, str]]:

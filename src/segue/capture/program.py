@@ -48,17 +48,13 @@ class Program:
             try:
                 check()
                 if self._inference and not torch.is_inference_mode_enabled():
-                    guard = _torch.inference_guard(True)
-                    for step in steps:
-                        step()
-                    del guard
+                    with _torch.inference_guard(True):
+                        _run(steps)
                 elif torch.is_grad_enabled():
                     with torch.no_grad():
-                        for step in steps:
-                            step()
+                        _run(steps)
                 else:
-                    for step in steps:
-                        step()
+                    _run(steps)
             finally:
                 s.pool, s.rows, s.valid, s.inside_break, s.reference, s.phase = before
 
@@ -67,6 +63,11 @@ class Program:
             self._within((step.run,), None, _nothing)
 
         return run_break
+
+
+def _run(steps: tuple[Callable[[], None], ...]) -> None:
+    for step in steps:
+        step()
 
 
 def _nothing() -> None:

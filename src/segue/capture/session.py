@@ -80,7 +80,7 @@ class BreakableCapture:
 
     @property
     def segments(self) -> list[Callable[[], None]]:
-        """The flat program: zero-argument callables, graphs and breaks alternating, a graph first and last."""
+        """The flat program: zero-argument callables, a graph first and last, and between two graphs a break or a :meth:`cut`."""
         return [] if self._program is None else list(self._program.callables)
 
     @property
@@ -90,7 +90,7 @@ class BreakableCapture:
 
     @property
     def graphs(self) -> int:
-        """Segments: one more than there are breaks."""
+        """Segments: one more than there are breaks and cuts."""
         return len(self._graphs)
 
     @property
@@ -109,6 +109,8 @@ class BreakableCapture:
                 f"{self.name} was begun inside {state.capture.name}: captures can't be nested. Let the outer one record the "
                 "inner forward, or replay the inner graph in a break."
             )
+        if state.pool is not None:
+            raise UsageError(f"{self.name} was begun in a break of a replay; capture ahead of it, or outside it.")
         if self._status != "new":
             raise UsageError(f"{self.name} is {self._status}; a capture records once. Make a new BreakableCapture.")
         with ExitStack() as scope:
@@ -176,6 +178,23 @@ class BreakableCapture:
         if state.capture is not self or state.phase != "segment":
             raise UsageError(f"{self.name}: add_eager() belongs inside its `with`, outside breaks")
         return self.run_break(BreakSpec(fn, {}, 0, None), (), {}, None)
+
+    def cut(self) -> None:
+        """End the segment and go on in the next, with nothing in between: a long graph starts sooner in parts.
+
+        Raises:
+            UsageError: this capture isn't recording a segment.
+        """
+        if state.capture is not self or state.phase != "segment":
+            raise UsageError(f"{self.name}: cut() belongs inside its `with`, outside breaks")
+        try:
+            self._end()
+            self._begin()
+        except BaseException as e:
+            self._error = self._error or e
+            self._abandon()
+            state.phase = None
+            raise
 
     def run_break(self, spec: BreakSpec, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
         """End the segment, run a break on real values, and begin the next segment. What the forward goes on with is returned."""

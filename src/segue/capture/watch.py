@@ -6,8 +6,10 @@ refuses what training would need. The idea of watching dispatched ops during CUD
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,8 @@ from segue.devices import Pool, Recording
 from segue.errors import CaptureError
 
 OnWrite = Callable[[Tensor], None]
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Observer = Callable[[Run, Any, tuple[Any, ...], dict[str, Any]], Any]  # runs the op by calling the first, and returns its result
 
 
 @dataclass
@@ -35,6 +39,23 @@ class External:
     op: str
     where: str
     written: bool = False
+
+
+class _Observing(threading.local):
+    observer: Observer | None = None
+
+
+_observing = _Observing()
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Have ``observer`` called around every op that captures begun in this block, by this thread, record."""
+    before, _observing.observer = _observing.observer, observer
+    try:
+        yield
+    finally:
+        _observing.observer = before
 
 
 _makers: weakref.WeakKeyDictionary[Pool, dict[int, tuple[int, str]]] = weakref.WeakKeyDictionary()
@@ -53,6 +74,7 @@ class Watch(TorchDispatchMode):
         self.error: BaseException | None = None  # the first refusal, even if the forward swallowed it
         self.pool, self._on_write = pool, on_write
         self._writes: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+        self._observer = _observing.observer
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -80,7 +102,10 @@ class Watch(TorchDispatchMode):
                 if name in kwargs:
                     self._write(kwargs[name])
             assert self.recording is not None
-            result = self.recording.run(func, args, kwargs)
+            if self._observer is None:
+                result = self.recording.run(func, args, kwargs)
+            else:
+                result = self._observer(self.recording.run, func, args, kwargs)
             self._note_made(result)
             return result
         except CaptureError as e:
