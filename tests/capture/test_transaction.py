@@ -312,3 +312,70 @@ def test_breaks_replay_in_the_mode_of_the_capture_and_an_error_leaves_the_caller
         assert torch.is_grad_enabled() == (mode == "grad")
         del error
     assert seen == [True] * 3
+
+
+@pytest.mark.parametrize("step", ["begin", "commit"])
+def test_an_error_when_a_segment_begins_or_ends_leaves_everything_as_it_was(
+    device: Device, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.ones(4, device=device.torch_device)
+    earlier = segue.BreakableCapture(device=device)
+    with earlier:
+        out = plus_one(x * 2) * 1
+    begin, begun = device.begin, []
+
+    def broken_begin(pool: object) -> object:
+        begun.append(pool)
+        if step == "begin" and len(begun) == 2:
+            raise RuntimeError("no more segments")
+        recording = begin(pool)
+        if step == "commit" and len(begun) == 2:
+            commit = recording.commit
+
+            def broken_commit() -> None:
+                commit()
+                raise RuntimeError("no more segments")
+
+            monkeypatch.setattr(recording, "commit", broken_commit)
+        return recording
+
+    monkeypatch.setattr(device, "begin", broken_begin)
+    with pytest.raises(RuntimeError, match="no more segments"), segue.BreakableCapture(device=device):
+        plus_one(x * 2) * 3
+    monkeypatch.undo()
+    torch.rand(3, device=device.torch_device)
+    x.fill_(4)
+    earlier.replay()
+    assert out.tolist() == [9.0] * 4
+    with segue.BreakableCapture(device=device) as again:
+        new = plus_one(x * 3) * 1
+    again.replay()
+    assert new.tolist() == [13.0] * 4
+
+
+@pytest.mark.cuda
+def test_a_triton_kernel_that_would_tune_inside_a_capture_is_named() -> None:
+    triton = pytest.importorskip("triton")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    import triton.language as tl
+
+    @triton.autotune(configs=[triton.Config({"BLOCK": b}) for b in (64, 128)], key=["n"])
+    @triton.jit
+    def add_one_kernel(x, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(x + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
+
+    def forward(x: Tensor) -> None:
+        add_one_kernel[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x, x.numel())
+
+    x = torch.zeros(1000, device="cuda")
+    with pytest.raises(segue.SegueError, match="add_one_kernel had to be tuned"), segue.BreakableCapture(device="cuda"):
+        forward(x)
+    torch.rand(3, device="cuda")
+    forward(x)
+    x.zero_()
+    with segue.BreakableCapture(device="cuda") as capture:
+        forward(x)
+    capture.replay()
+    assert (x == 2).all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -105,6 +105,11 @@ class BreakSpec:
             k: cut_rows(v, state.valid, self.trim[k]) if k in self.trim else v for k, v in kwargs.items()
         }
 
+    def named(self, names: Iterable[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The arguments of these names that the call gives."""
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        return [given[name] for name in names if name in given]
+
     def _argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in kwargs:
             return kwargs[name]
@@ -154,7 +159,7 @@ class Break:
                     self._fn = self._in_order
                 destination = self.spec.destination(args, kwargs, into)
                 if destination is None:
-                    return self._settle(result, [*args, *kwargs.values()], bool(self.spec.trim) or state.asked_rows)
+                    return self._settle(result, args, kwargs)
                 self._settle_into(destination, result)
                 return destination
         finally:
@@ -180,8 +185,10 @@ class Break:
                 "structure at every replay."
             ) from None
 
-    def _settle(self, result: Any, arguments: list[Any], cuts_rows: bool) -> Any:
-        memory = {_torch.storage_key(t) for t in _tensors(arguments)}
+    def _settle(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arguments, cuts_rows = [*args, *kwargs.values()], bool(self.spec.trim) or state.asked_rows
+        memory = _memory(arguments)
+        cut = memory if state.asked_rows else _memory(self.spec.named(self.spec.trim, args, kwargs))
         allocate: Allocate = _like_eager(arguments, result) if self._watch is None else self._watch.allocate
         contexts = ContextMap(state.ctx)
         seen: dict[int, Tensor] = {}
@@ -198,7 +205,7 @@ class Break:
                 return _ignore, seen[id(value)]
             seen[id(value)], handoff = first_result(
                 value, token_dim, rows=state.rows, valid=state.valid, cuts_rows=cuts_rows,
-                argument_memory=value.layout is torch.strided and _torch.storage_key(value) in memory,
+                argument_memory=_in(value, memory) and contexts.find_memory(value) is None, cut_memory=_in(value, cut),
                 allocate=allocate, path=path, where=self.where,
             )  # fmt: skip
             self._weaken(handoff)
@@ -276,6 +283,14 @@ def _like_eager(arguments: list[Any], result: Any) -> Allocate:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     return allocate
+
+
+def _memory(values: list[Any]) -> set[int]:
+    return {_torch.storage_key(t) for t in _tensors(values)}
+
+
+def _in(t: Tensor, memory: set[int]) -> bool:
+    return t.layout is torch.strided and _torch.storage_key(t) in memory
 
 
 def _tensors(values: list[Any]) -> list[Tensor]:

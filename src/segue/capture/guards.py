@@ -54,3 +54,14 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if came:
             before(signal.SIGINT, came[0])
+
+
+def tuned_kernel(error: BaseException) -> str | None:
+    """The triton kernel whose autotuner ``error`` passed through, if it did."""
+    tb = error.__traceback__
+    while tb is not None:
+        if tb.tb_frame.f_code.co_filename.endswith("triton/runtime/autotuner.py"):
+            tuner = tb.tb_frame.f_locals.get("self")
+            return str(getattr(getattr(tuner, "base_fn", None), "__name__", "of an autotuner"))
+        tb = tb.tb_next
+    return None

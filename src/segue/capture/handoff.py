@@ -28,15 +28,18 @@ class Handoff:
         dim: its token dimension, or None: then the result must have exactly the captured shape.
         exact: whether a result must have all rows or the valid ones, nothing between: set where a size that happened to be
             the number of valid rows was taken for the token dimension.
+        alias: whether ``buffer`` is memory of an argument, which other results would overwrite.
     """
 
-    __slots__ = ("_dtype", "_exact", "_pointer", "_shape", "_views", "buffer", "dim", "full", "path", "where")
+    __slots__ = ("_alias", "_dtype", "_exact", "_pointer", "_shape", "_views", "buffer", "dim", "full", "path", "where")
 
-    def __init__(self, buffer: Tensor, dim: int | None, path: str, where: str, exact: bool = False) -> None:
+    def __init__(
+        self, buffer: Tensor, dim: int | None, path: str, where: str, exact: bool = False, alias: bool = False
+    ) -> None:
         self.buffer, self.dim, self.path, self.where = buffer, dim, path, where
         self.full = buffer.shape[dim] if dim is not None else 0
         self._shape, self._dtype, self._pointer = buffer.shape, buffer.dtype, buffer.data_ptr()
-        self._exact = exact
+        self._exact, self._alias = exact, alias
         self._views: dict[int, tuple[Tensor, Tensor]] = {}
 
     def accept(self, t: Any) -> None:
@@ -48,6 +51,8 @@ class Handoff:
         if not isinstance(t, Tensor) or t.dtype is not self._dtype or t.device != self.buffer.device:
             raise self._changed(t)
         got, valid = self.full, state.valid
+        if self._alias and t.numel() and t.data_ptr() != self._pointer:
+            raise self._moved()
         if t.shape == self._shape:
             if t.data_ptr() != self._pointer or t.stride() != self.buffer.stride():
                 self.buffer.copy_(t)
@@ -90,6 +95,13 @@ class Handoff:
             )
         return rows
 
+    def _moved(self) -> ReplayError:
+        return ReplayError(
+            f"{self.where}: {self.path} was memory of an argument at capture and is other memory now. The segments after it read "
+            "both there, so taking it would overwrite the argument. Return the argument at every replay, or a copy of it "
+            "(clone()) at capture too."
+        )
+
     def _changed(self, t: Any) -> ReplayError:
         now = f"{t.dtype} {tuple(t.shape)} on {t.device}" if isinstance(t, Tensor) else f"a {type(t).__qualname__}"
         return ReplayError(
@@ -107,12 +119,15 @@ def first_result(
     valid: int | None,
     cuts_rows: bool,
     argument_memory: bool,
+    cut_memory: bool,
     allocate: Allocate,
     path: str,
     where: str,
 ) -> tuple[Tensor, Handoff]:
     """Settle a tensor that a break returned at capture or in the reference: what the forward goes on with, and its hand-off.
 
+    ``argument_memory``: it lies in an argument, and stays there. ``cut_memory``: in one that arrived as its valid rows: then it
+    has memory of its own whatever their number, or its cleared tail would be that of the argument whenever all rows are real.
     The hand-off keeps the memory alive; a capture replaces its buffer by a weak view.
     """
     if t.layout is not torch.strided:
@@ -127,7 +142,9 @@ def first_result(
     )
     if dim is not None and rows is not None and not padded_up and t.shape[dim] != rows:
         dim = None
-    if argument_memory and not padded_up:
+    token_shaped = dim is not None and rows is not None
+    alias = argument_memory and not padded_up and not (cut_memory and token_shaped)
+    if alias:
         kept = t
     else:
         shape = list(t.shape)
@@ -135,7 +152,7 @@ def first_result(
             shape[dim] = rows
         kept = allocate(shape, _strides(t, shape), t.dtype)
         (cut_rows(kept, valid, dim) if padded_up and dim is not None else kept).copy_(t)
-    handoff = Handoff(kept, dim, path, where, exact=padded_up and not cuts_rows)
+    handoff = Handoff(kept, dim, path, where, exact=padded_up and not cuts_rows, alias=alias)
     handoff.clear(valid)
     return kept, handoff
 

@@ -13,13 +13,13 @@ import torch
 
 from segue import _where, devices
 from segue.capture.breaks import Break, BreakSpec
-from segue.capture.guards import one_capture, still, uninterrupted
+from segue.capture.guards import one_capture, still, tuned_kernel, uninterrupted
 from segue.capture.ownership import Ownership
 from segue.capture.program import Program, Step
 from segue.capture.state import state
 from segue.capture.watch import External, OnWrite, Watch
 from segue.devices import Device, Pool, Recording, Segment
-from segue.errors import GraphMemoryError, ReplayError, UsageError
+from segue.errors import CaptureError, GraphMemoryError, ReplayError, SegueError, UsageError
 
 
 log = logging.getLogger("segue")
@@ -150,8 +150,8 @@ class BreakableCapture:
                 self._scope.close()
         except BaseException as e:
             first = first or e
-        if isinstance(first, torch.OutOfMemoryError) and not isinstance(first, GraphMemoryError):
-            named = self._out_of_memory(first)
+        named = None if first is None else self._named(first)
+        if named is not None:
             named.__cause__, first = first, named
         if first is None:
             self._status = "captured"
@@ -289,13 +289,24 @@ class BreakableCapture:
             state.phase = None
             self._watch.__exit__(None, None, None)
 
-    def _out_of_memory(self, error: torch.OutOfMemoryError) -> GraphMemoryError:
-        usage = self.pool.usage()
-        return GraphMemoryError(
-            f"{self.name}: out of memory while recording segment {self.graphs}, on {self.device.name}: {str(error).rstrip('.')}. "
-            f"The graph pool holds {usage.reserved / 2**20:.0f} MiB. Earlier captures keep working; use fewer or smaller buckets, "
-            "or a memory budget."
-        )
+    def _named(self, error: BaseException) -> CaptureError | None:
+        """A better error for one whose own text doesn't say what a capture has to do with it."""
+        if isinstance(error, SegueError):
+            return None
+        if isinstance(error, torch.OutOfMemoryError):
+            usage = self.pool.usage()
+            return GraphMemoryError(
+                f"{self.name}: out of memory while recording segment {self.graphs}, on {self.device.name}: "
+                f"{str(error).rstrip('.')}. The graph pool holds {usage.reserved / 2**20:.0f} MiB. Earlier captures keep "
+                "working; use fewer or smaller buckets, or a memory budget."
+            )
+        kernel = tuned_kernel(error)
+        if kernel is not None:
+            return CaptureError(
+                f"{self.name}: the triton kernel {kernel} had to be tuned while segment {self.graphs} was recorded, and tuning "
+                "runs and times it. Run the forward once at this shape before the capture; a runner's warm-up does."
+            )
+        return None
 
 
 def _restore_state(before: tuple[Any, ...]) -> None:

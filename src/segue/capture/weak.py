@@ -14,4 +14,5 @@ def weak_ref_tensor(t: Tensor) -> Tensor:
     stays, as the memory of a graph pool does. Needs no compiled extension.
     """
     address, nbytes = _torch.storage_span(t)
-    return _torch.tensor_at(address, nbytes, t.dtype, t.shape, t.stride(), int(t.storage_offset()), t.device)
+    plain = _torch.tensor_at(address, nbytes, t.dtype, t.shape, t.stride(), int(t.storage_offset()), t.device)
+    return _torch.lazy_bits(plain, t)
