@@ -14,10 +14,15 @@ from segue.capture import (
     weak_ref_tensor,
 )
 from segue.errors import SegueError
+from segue.prime import PrimeGraph, Rows, Trunk, Whole
 
 __all__ = [
     "BreakableCapture",
+    "PrimeGraph",
+    "Rows",
     "SegueError",
+    "Trunk",
+    "Whole",
     "active_forward",
     "break_here",
     "break_point",

@@ -6,6 +6,7 @@ Nothing here needs a GPU, and nothing imports dynamo.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ _from_pointer: Callable[[int, torch.device, int], torch.UntypedStorage] | None =
     torch._C, "_construct_storage_from_data_pointer", None
 )
 _inference_guard: Any = torch._C._InferenceMode
+_give_reference = ctypes.pythonapi.Py_IncRef
+_give_reference.argtypes, _give_reference.restype = [ctypes.py_object], None
 
 
 def tensor_at(
@@ -51,6 +54,17 @@ def storage_span(t: Tensor) -> tuple[int, int]:
     """``(address, bytes)`` of the whole storage behind ``t``."""
     storage = t.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
+
+
+_pointers_equal: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # in CUDA builds
+_data_ptr = Tensor.data_ptr
+
+
+def pointers_are(tensors: list[Tensor], pointers: list[int], indices: list[int]) -> bool:
+    """Whether ``tensors`` lie at ``pointers``. ``indices``: 0, 1, ..., as torch wants them and made once."""
+    if _pointers_equal is not None:
+        return bool(_pointers_equal(tensors, pointers, indices))
+    return list(map(_data_ptr, tensors)) == pointers
 
 
 def inference_guard(enabled: bool) -> Any:
@@ -137,8 +151,7 @@ def _replace_invalid_capture() -> None:
 def allocating_from(pool: Any, device: int) -> Iterator[None]:
     """Route this thread's allocations to a graph pool, as ``torch.cuda.use_mem_pool`` does for a ``MemPool``.
 
-    A pool that is a mere handle lives as long as its graphs do. A ``MemPool`` adds an owner, and with torch 2.11 the end of that
-    owner was seen to corrupt the heap.
+    A pool that is a mere handle lives as long as its graphs do; a ``MemPool`` would be a second owner.
     """
     torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
     try:
@@ -149,9 +162,16 @@ def allocating_from(pool: Any, device: int) -> Iterator[None]:
 
 
 def memory_segments(pool: Any) -> list[dict[str, Any]]:
-    """The allocator's segments of one pool, without their histories where torch can leave them out."""
+    """The allocator's segments of one pool, without their histories where torch can leave them out.
+
+    Torch 2.11 lets go of a reference to each number of the pool's id that was never its own: after some calls they
+    are freed, and other objects lie in their place. So it gets copies, each with a reference to lose.
+    """
     kwargs: dict[str, Any] = {"include_traces": False} if _SNAPSHOT_TRACES else {}
-    return list(torch.cuda.memory_snapshot(pool, **kwargs))
+    numbers = tuple(int(str(n)) for n in pool)
+    for lost in (*numbers, False):
+        _give_reference(lost)
+    return list(torch.cuda.memory_snapshot(numbers, **kwargs))
 
 
 def allocator_mark(device: int) -> tuple[int, int]:
@@ -326,7 +346,7 @@ def foreach_copy(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> N
 
 
 def device_is_lost(error: BaseException) -> bool:
-    """Whether ``error`` is one after which the device can't be used: a device error that is neither memory nor a capture's end."""
+    """Whether the device can't be used after ``error``: a device error, and neither memory nor a capture's end."""
     return isinstance(error, torch.AcceleratorError) and not any(
         word in str(error) for word in ("out of memory", "capture", "cudaErrorStreamCapture")
     )

@@ -24,6 +24,17 @@ def caller() -> str:
     return "an unknown place"
 
 
+def raised(error: BaseException) -> str:
+    """``file.py:12 in forward`` of the innermost user frame that ``error`` passed."""
+    found, tb = "an unknown place", error.__traceback__
+    while tb is not None:
+        code = tb.tb_frame.f_code
+        if not code.co_filename.startswith(_SKIPPED) and not code.co_filename.startswith(_ALSO[0]):
+            found = f"{_short(code.co_filename)}:{tb.tb_lineno} in {code.co_name}"
+        tb = tb.tb_next
+    return found
+
+
 def of(fn: Any) -> str:
     """``name (file.py:12)`` of a function, method, partial or callable object."""
     inner = getattr(fn, "func", fn)

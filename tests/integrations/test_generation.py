@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -147,6 +148,21 @@ def test_embeddings_positions_and_a_tuple_are_taken_and_given_as_the_model_does(
             logits = model(prompt, logits_to_keep=1).logits
         assert first.shape == (2, 6, 64) and logits.shape == (2, 1, 97)
     assert handle.stats.eager == 0
+
+
+def test_masks_made_beforehand_are_used_as_they_are(make: Make, graphed: Make, ids: Make) -> None:
+    model, prompt = make("qwen3"), ids(1, 6)
+    band = torch.ones(6, 6, dtype=torch.bool, device=prompt.device).tril().triu(-2)[None, None]
+    handle = graphed(model)
+    for mask in (band, {"full_attention": band}, {"full_attention": None}):
+        with handle.untouched():
+            want = hidden(model, prompt, attention_mask=mask)
+        for _ in range(3):
+            torch.testing.assert_close(hidden(model, prompt, attention_mask=mask), want, rtol=1e-5, atol=1e-5)
+    assert handle.stats.eager == 0
+    with torch.inference_mode(), suppress(Exception):
+        model.base_model(prompt, attention_mask={"sliding_attention": band})
+    assert handle.stats.eager == 1
 
 
 def test_weights_changed_in_place_count_at_the_next_replay(make: Make, graphed: Make, ids: Make) -> None:

@@ -60,6 +60,18 @@ def test_a_roomy_budget_leaves_nothing_out(device, model):
     assert sorted(summary.buckets) == [8, 16, 64, 256, 1024] and not summary.left_out
 
 
+def test_a_bucket_that_takes_more_than_predicted_is_left_out_and_its_memory_goes(device, model):
+    def sudden(x):
+        return hungry(x.repeat(16, 1))[: len(x)] if len(x) > 64 else hungry(x)
+
+    runner = GraphRunner(sudden, INPUTS, [8, 16, 64, 256], device=device, progress=False, memory_budget=64 * MIB)
+    summary = runner.capture(model.x(3))
+    assert set(summary.left_out) == {256} and sorted(summary.buckets) == [8, 16, 64]
+    assert summary.cost.total <= 64 * MIB and runner.stats.pool_bytes <= 64 * MIB
+    for n in (5, 16, 60, 250):
+        torch.testing.assert_close(runner(model.x(n)), sudden(model.x(n)))
+
+
 def test_a_budget_too_small_for_one_bucket_is_refused_with_the_numbers(device, model):
     runner = runner_of(device, memory_budget=1000)
     with pytest.raises(

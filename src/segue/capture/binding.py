@@ -7,6 +7,7 @@ the order of the capture, so it holds the right values when its break runs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ Make = Callable[[], Any]  # gives an argument's value for the forward that is ru
 
 
 class Bound:
-    """The arguments of one break. ``values()`` gives them for the running forward.
+    """The arguments of one break. :meth:`caller` calls its function with those of the running forward.
 
     Raises:
         CaptureError: an argument is a mutable object that the context doesn't hold, so a replay could only freeze it.
@@ -47,33 +48,46 @@ class Bound:
         self.context_tensors: dict[str, tuple[Callable[[Any], Any], Tensor]] = {}  # ctx tensors whose views were bound by address
         self._args: list[Any] = []
         self._kwargs: dict[str, Any] = {}
-        self._live: list[tuple[Any, Any, Make]] = []  # (container, key, make)
+        self._live_args: list[tuple[int, Make]] = []
+        self._live_kwargs: list[tuple[str, Make]] = []
         for i, value in enumerate(args):
             name = names[i] if i < len(names) else f"argument {i}"
             self._args.append(None)
-            self._place(self._args, i, name, value, held=receiver and i == 0)
+            fixed, bound = (True, value) if receiver and i == 0 else self._bound(name, value)
+            if fixed:
+                self._args[i] = bound
+            else:
+                self._live_args.append((i, bound))
         for name, value in kwargs.items():
-            self._place(self._kwargs, name, name, value, held=False)
+            fixed, bound = self._bound(name, value)
+            if fixed:
+                self._kwargs[name] = bound
+            else:
+                self._live_kwargs.append((name, bound))
         del self._map, self._watch
-        self._tuple = tuple(self._args)
 
-    def values(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments for the running forward, without the dead ones of the capture."""
-        if not self._live:
-            return self._tuple, self._kwargs
-        for container, key, make in self._live:
-            container[key] = make()
-        return tuple(self._args), self._kwargs
+    def caller(self, fn: Callable[..., Any]) -> Callable[[], Any]:
+        """``fn`` with these arguments. What lives in a context isn't held on to after the call."""
+        args, kwargs, live_args, live_kwargs = self._args, self._kwargs, self._live_args, self._live_kwargs
+        if not live_args and not live_kwargs:
+            return functools.partial(fn, *args, **kwargs) if args or kwargs else fn
 
-    def _place(self, container: Any, key: Any, name: str, value: Any, held: bool) -> None:
-        fixed, made = (True, value) if held else self._bind(name, value)
+        def call() -> Any:
+            now = args.copy()
+            for i, make in live_args:
+                now[i] = make()
+            if not live_kwargs:
+                return fn(*now, **kwargs)
+            return fn(*now, **kwargs, **{name: make() for name, make in live_kwargs})
+
+        return call
+
+    def _bound(self, name: str, value: Any) -> tuple[bool, Any]:
+        fixed, bound = self._bind(name, value)
         dim = self._trim.get(name)
         if dim is not None and isinstance(value, Tensor):
-            fixed, made = False, _trimmed(made, dim) if fixed else _trimmed_live(made, dim)
-        if fixed:
-            container[key] = made
-        else:
-            self._live.append((container, key, made))
+            return False, _trimmed(bound, dim) if fixed else _trimmed_live(bound, dim)
+        return fixed, bound
 
     def _bind(self, name: str, value: Any) -> tuple[bool, Any]:
         """``(True, value)`` for what never changes, ``(False, make)`` for what is asked for at each replay."""

@@ -15,7 +15,7 @@ from segue.capture.binding import Bound, cut_rows
 from segue.capture.context import ContextMap, getter, is_plain, show
 from segue.capture.handoff import Allocate, Handoff, first_result, token_dimension
 from segue.capture.state import state
-from segue.capture.structure import OnLeaf, StructureChanged, Take, leaves, settle
+from segue.capture.structure import Branch, OnLeaf, StructureChanged, Take, leaves, settle
 from segue.capture.watch import Watch
 from segue.errors import CaptureError, ReplayError, UsageError
 
@@ -123,7 +123,7 @@ class BreakSpec:
 
 
 class Break:
-    """One break in a program: bound arguments and hand-offs. ``run`` is what a replay calls."""
+    """One break in a program: bound arguments and hand-offs."""
 
     def __init__(
         self, spec: BreakSpec, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any, *, watch: Watch | None, where: str
@@ -141,10 +141,15 @@ class Break:
         assert self._bound is not None
         return self._bound
 
-    def run(self) -> None:
-        """Run the function on the live values and take its results. ``state`` says which rows are valid."""
-        args, kwargs = self.bound.values()
-        self._accept(self._fn(*args, **kwargs))
+    def runner(self) -> Callable[[], None]:
+        """What a replay calls: the function on the live values, its results taken. ``state`` says which rows are valid."""
+        call = self.bound.caller(self._fn)
+        take = self._accept if self._clears or isinstance(self._take, Branch) else self._take
+
+        def run() -> None:
+            take(call())
+
+        return run
 
     def first_run(self) -> Any:
         """Run the function at capture, or in the reference, and return what the forward goes on with."""

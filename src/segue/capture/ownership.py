@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import getitem
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -22,7 +23,6 @@ from segue.errors import ReplayError
 
 _DEPTH = 4  # of containers and plain objects; submodules are followed to the end
 _MOST = 50_000  # objects looked at: names are a service, and a capture must not walk the whole process for them
-_data_ptr = Tensor.data_ptr
 
 
 class Place:
@@ -78,14 +78,16 @@ class Ownership:
         self.named = [(place.name, external) for place, external in named]
         self._items = [(place, external) for place, external in named if place.subscript]
         self._attributes = [(place, external, place.get().data_ptr()) for place, external in named if not place.subscript]
-        self._lookups = [(place.holder, place.key) for place, _ in self._items]
+        self._holders = [place.holder for place, _ in self._items]
+        self._keys = [place.key for place, _ in self._items]
         self._loose = [external.seen for external in self.unnamed]
-        links = _links(place for place, _ in named)
-        self._links = [(link.holder, link.key) for link in links if link.subscript]
-        self._linked = [id(link.get()) for link in links if link.subscript]
-        self._attribute_links = [(link, link.get()) for link in links if not link.subscript]
-        self._held = [link.get() for link in links]  # an id stands for its object only while that lives
-        self._pointers = list(map(_data_ptr, self._tensors()))
+        self._pointers = [t.data_ptr() for t in self._tensors()]
+        self._indices = list(range(len(self._pointers)))
+        self._links = [(link, link.get()) for link in _links(place for place, _ in named)]
+        tables = {id(link.holder): link.holder for link, child in self._links if _is_modules(link.holder)}
+        self._tables = list(tables.values())
+        self._snapshots = [dict(table) for table in self._tables]
+        self._rest = [(link, child) for link, child in self._links if id(link.holder) not in tables]
 
     def check(self) -> None:
         """See that everything a segment baked is where it was.
@@ -94,16 +96,15 @@ class Ownership:
             ReplayError: something was re-pointed, resized or freed; names it and the line that reads it.
         """
         try:
-            if (
-                list(map(_data_ptr, self._tensors())) != self._pointers
-                or list(map(id, [holder[key] for holder, key in self._links])) != self._linked
-            ):
+            if not _torch.pointers_are(self._tensors(), self._pointers, self._indices):
                 raise self._moved()
         except (KeyError, IndexError, TypeError):
             raise self._moved() from None
-        for link, child in self._attribute_links:
-            if link.get() is not child:
-                raise _replaced(link)
+        if self._tables != self._snapshots:
+            _check_links(self._links)
+            self._snapshots = [dict(table) for table in self._tables]
+        if self._rest:
+            _check_links(self._rest)
         for place, external, pointer in self._attributes:
             if _pointer(place.get()) != pointer:
                 raise _repointed(place.name, external)
@@ -116,7 +117,7 @@ class Ownership:
                 raise _context_moved(path, used)
 
     def _tensors(self) -> list[Tensor]:
-        return [holder[key] for holder, key in self._lookups] + self._loose
+        return [*map(getitem, self._holders, self._keys), *self._loose]
 
     def _moved(self) -> ReplayError:
         pointers = iter(self._pointers)
@@ -126,15 +127,22 @@ class Ownership:
         for external, pointer in zip(self.unnamed, pointers, strict=True):
             if _pointer(external.seen) != pointer:
                 return _repointed(f"a tensor {tuple(external.tensor.shape)} {external.tensor.dtype}", external)
-        links = _links(place for place, _ in self._items)
-        held = {id(child) for child in self._held}
-        return _replaced(next((link for link in links if id(link.get()) not in held), links[0]))
+        raise AssertionError("a pointer differed, and none does")
 
 
-def _replaced(link: Place) -> ReplayError:
-    return ReplayError(
-        f"{link.name} was replaced since the capture; the graph would go on with the tensors of the old one. Change them in "
-        "place (copy_), or capture again."
+def _check_links(links: list[tuple[Place, Any]]) -> None:
+    for link, child in links:
+        if link.get() is not child:
+            raise ReplayError(
+                f"{link.name} was replaced since the capture; the graph would go on with the tensors of the old one. Change "
+                "them in place (copy_), or capture again."
+            )
+
+
+def _is_modules(holder: Any) -> bool:
+    """Whether ``holder`` is a module's table of submodules, which ``==`` compares by identity, in one pass."""
+    return isinstance(holder, dict) and all(
+        v is None or (isinstance(v, torch.nn.Module) and type(v).__eq__ is object.__eq__) for v in holder.values()
     )
 
 

@@ -24,10 +24,17 @@ class Program:
     ) -> None:
         self.ownership = ownership
         self._pool, self._rows, self._name, self._inference = pool, rows, name, inference
-        self.callables: list[Callable[[], None]] = [self._alone(s) if isinstance(s, Break) else s.launch for s in steps]
-        self._steps: tuple[Callable[[], None], ...] = tuple(
-            s.run if isinstance(s, Break) else s.launch for s in steps if isinstance(s, Break) or not s.empty
-        )
+        self.callables: list[Callable[[], None]] = []
+        live: list[Callable[[], None]] = []
+        for step in steps:
+            if isinstance(step, Break):
+                live.append(step.runner())
+                self.callables.append(self._alone(live[-1]))
+            else:
+                self.callables.append(step.launch)
+                if not step.empty:
+                    live.append(step.launch)
+        self._steps = tuple(live)
 
     def run(self, valid_rows: int | None) -> None:
         """Launch the segments and run the breaks between them, of which ``valid_rows`` rows are real."""
@@ -58,9 +65,9 @@ class Program:
             finally:
                 s.pool, s.rows, s.valid, s.inside_break, s.reference, s.phase = before
 
-    def _alone(self, step: Break) -> Callable[[], None]:
+    def _alone(self, step: Callable[[], None]) -> Callable[[], None]:
         def run_break() -> None:
-            self._within((step.run,), None, _nothing)
+            self._within((step,), None, _nothing)
 
         return run_break
 

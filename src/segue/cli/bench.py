@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from segue.cli.output import Format, FormatOption, log, render, table
+from segue.cli.output import Format, FormatOption, Row, log, render, table
 from segue.devices import resolve
 from segue.errors import UsageError
 
@@ -55,5 +56,83 @@ def ttft(
         out.write_text(text)
         log.print(f"written to {out}")
     if not result.right:
+        log.print("a replay differs from its reference: see the table")
+        raise typer.Exit(1)
+
+
+@app.command()
+def breaks(
+    out: Annotated[Path | None, typer.Option("-f", "--out", help="Write the Markdown here too.")] = None,
+    times: Annotated[int, typer.Option(min=2, help="Rounds; in each of them everything is measured once.")] = 300,
+    output: FormatOption = Format.MD,
+) -> None:
+    """What a break costs: on the host, against launching the same graphs bare, and on the device per boundary.
+
+    Compared with the PyPI package breakable-cuda-graphs too, where that is installed. Without a CUDA device only the
+    verdicts are given, in a small size.
+    """
+    from segue.bench import breaks as bench_breaks
+    from segue.bench.programs import Size
+
+    timed = torch.cuda.is_available()
+    size = Size() if timed else Size(cuts=4, rows=16, valid=11, width=8, layers=2)
+    device = resolve("cuda" if timed else "emulator")
+    result = bench_breaks.measure(device, size, times=times, progress=log.print)
+    about = (
+        f"Medians of {times} rounds, all of one table in turns, with the quartiles beside them. *host*: how long the "
+        "call keeps the host."
+    )
+    tables = {
+        f"{size.cuts} breaks that do nothing, and the same graphs launched bare": result.bare,
+        "One kind of break each. *host*: less the bare graphs; *added*: less the break's function too": result.breaks,
+        "Seeing before each replay that parameters are where they were": result.looks,
+        "Long segments, so that the device sets the pace: what a boundary costs it": result.gaps,
+    }
+    _publish("# What a break costs", [*result.notes, about], tables, out, output, result.right)
+
+
+@app.command()
+def memory(
+    out: Annotated[Path | None, typer.Option("-f", "--out", help="Write the Markdown here too.")] = None,
+    buckets: Annotated[list[int] | None, typer.Option("-b", "--bucket", help="Rows of a bucket; repeatable.")] = None,
+    times: Annotated[int, typer.Option(min=1, help="Recordings of each bucket, of which the median counts.")] = 5,
+    output: FormatOption = Format.MD,
+) -> None:
+    """Memory of a ladder against its largest bucket alone, and the time of recording, for the Qwen3-0.6B shape.
+
+    Without a CUDA device only the verdicts and the pool are given, in a small size.
+    """
+    from segue.bench import memory as bench_memory
+    from segue.bench.decoder import Shape
+
+    timed = torch.cuda.is_available()
+    shape = None if timed else Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=96)
+    chosen = buckets or (bench_memory.BUCKETS if timed else (64, 32, 16, 8))
+    device = resolve("cuda" if timed else "emulator")
+    result = bench_memory.measure(device, shape, chosen, times=times, progress=log.print)
+    about = (
+        "*pool*: graph memory, inputs and weights not in it; *driver*: what the graphs take outside torch's allocator. "
+        "*recording*: one capture, each segment launched as soon as it is recorded, without warm-up and garbage "
+        f"collection; medians of {times}, in turns with an eager forward."
+    )
+    tables = {"One pool, the largest bucket first": result.memory, "Recording a bucket": result.recording}
+    _publish("# Memory of a ladder, and recording it", [*result.notes, about], tables, out, output, result.right)
+
+
+def _publish(
+    title: str, notes: Sequence[str], tables: Mapping[str, Sequence[Row]], out: Path | None, form: Format, right: bool
+) -> None:
+    """Write tables that belong together; leave with 1 if a replay was wrong."""
+    from segue.bench.provenance import provenance
+
+    parts = [f"{name}:\n\n{table(rows)}" for name, rows in tables.items() if rows]
+    text = "\n\n".join([title, provenance(), *notes, *parts]) + "\n"
+    rows = [{"table": name, **row} for name, rows in tables.items() for row in rows]
+    sys.stdout.write(text if form is Format.MD else render(rows, form, [provenance(), *notes]))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text)
+        log.print(f"written to {out}")
+    if not right:
         log.print("a replay differs from its reference: see the table")
         raise typer.Exit(1)

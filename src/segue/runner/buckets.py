@@ -77,8 +77,8 @@ class Buckets:
         if not plan.program.breaks and not self._told:
             self._told = True
             log.warning(
-                "segue: %s was captured without meeting a break point: everything in it, attention included, is frozen at the "
-                "padded length. That is right for a forward that treats each row by itself",
+                "segue: %s was captured without meeting a break point: everything in it, attention included, runs on "
+                "the padded rows. That is right for a forward that treats each row by itself",
                 job.name,
             )
         return answer

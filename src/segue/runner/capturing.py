@@ -103,9 +103,9 @@ class Recorder:
             kept.append(layout)
 
             def finish() -> None:
-                layout.weaken(self.pool)
                 with torch.inference_mode(as_caller):
                     answer.append(layout.give(call.tokens, call.requests))
+                layout.weaken(self.pool)
 
             return finish
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-
 OVER_BUDGET = "memory_budget"  # the reason, in counters
 
 
@@ -40,7 +39,7 @@ class MemoryBudget:
         self.seen.append((bucket, cost))
 
     def predict(self, bucket: int, now: Cost, graphs_now: int, graphs_then: int) -> Cost:
-        """The cost of everything once ``bucket`` is among ``graphs_then`` captured graphs; ``now`` is that of ``graphs_now``."""
+        """The cost once ``bucket`` is one of ``graphs_then`` graphs, from ``now``, that of ``graphs_now``."""
         pool = now.pool
         if self.seen:
             small, large = min(self.seen, key=lambda s: s[0]), max(self.seen, key=lambda s: s[0])
@@ -51,7 +50,7 @@ class MemoryBudget:
         return Cost(pool, round(now.driver * graphs_then / graphs_now) if graphs_now else now.driver)
 
     def split(self, buckets: Sequence[int], now: Cost, graphs_now: int) -> tuple[list[int], dict[int, Cost]]:
-        """The buckets predicted to fit, and the predicted cost of each that isn't. Small ones come first: they are cheap."""
+        """The buckets predicted to fit, and the predicted cost of the others. Small ones come first: they are cheap."""
         fitting: list[int] = []
         left_out: dict[int, Cost] = {}
         for count, bucket in enumerate(sorted(buckets), 1):

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from segue.runner.stats import Stats, Tally
 from segue.runner.strategy import Breakable, Strategy
 from segue.runner.tree import take_apart
 from segue.runner.whole import capture_ladder
+
+if TYPE_CHECKING:
+    from segue.check import Report
 
 log = logging.getLogger("segue")
 _MOST_DECISIONS = 8192
@@ -295,7 +298,7 @@ class GraphRunner:
                 self.budget.observe(place[1], cost)
 
     def over_budget(self, bucket: int, cost: Cost) -> None:
-        """Leave out a bucket that doesn't fit the memory budget, and say so: longer buckets serve its calls, or none."""
+        """Leave out a bucket that doesn't fit the memory budget, and say so. Longer buckets serve its calls, if any."""
         assert self.budget is not None
         self.admission = replace(self.admission, left_out={**self.admission.left_out, bucket: OVER_BUDGET})
         self._decisions.clear()
@@ -389,6 +392,20 @@ class GraphRunner:
             self.budget.seen.clear()
         self._buckets = Buckets(recorder, self._lease, self._retry)
         return self._buckets
+
+    def check(self, *args: Any, ctx: Any = None, **kwargs: Any) -> Report:
+        """Compare replays with the reference, on private graphs, and name the op and line where they could differ.
+
+        Tries several buckets and lengths from one example call, optional inputs there and not, both capture orders, over
+        poisoned memory and other padding; tensors and plain values that the forward changes are put back. ``ctx``: a
+        context, or better a function that makes one from the number of tokens.
+
+        Raises:
+            InputError: the call doesn't fit. NoBucketError: no bucket holds it. What the forward itself raises eagerly.
+        """
+        from segue.check import check_runner
+
+        return check_runner(self, args, kwargs, ctx)
 
 
 def _ladder(buckets: Ladder | Iterable[int]) -> Ladder:

@@ -30,13 +30,13 @@ class CaptureSummary:
     changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        buckets, segments = _count(len(self.buckets), "bucket"), _count(self.segments, "segment")
         text = (
-            f"captured {len(self.buckets)} buckets{_span(self.buckets)}, {self.segments} segments and {self.breaks} "
-            "breaks "
+            f"captured {buckets}{_span(self.buckets)}, {segments} and {_count(self.breaks, 'break')} "
             f"in {self.seconds:.1f} s; {mib(self.cost.pool)} pool, {mib(self.cost.driver)} driver"
         )
         if self.buckets and not self.breaks:
-            text += ". No break point was met: everything, attention included, is frozen at the captured lengths"
+            text += ". No break point was met: everything, attention included, runs on the padded rows"
         return text
 
 
@@ -93,6 +93,10 @@ class Progress:
             from rich.console import Console
 
             Console(stderr=True, highlight=False).print(f"segue: {summary}", soft_wrap=True)
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def _span(buckets: tuple[int, ...]) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from segue import _torch
 from segue.runner.inputs import Leaf, Spec
 
+_MOST_PADS = 256  # rows of padding kept ready for a fused copy; longer tails are filled
 _MOST_VIEWS = 1024  # per stage: views of the row counts seen, dropped all at once
 
 
@@ -31,6 +32,10 @@ class Buffer:
         self._low = self._from = self._upto = 0
         with torch.inference_mode(False):
             self.flat = torch.full((prod(spec.sizes(capacity)),), self.pad, dtype=spec.dtype, device=device)
+            self.pads: Tensor | None = None
+            if self.tracked:
+                sizes = spec.sizes(min(capacity, _MOST_PADS))
+                self.pads = torch.full(sizes, self.pad, dtype=spec.dtype, device=device)
         self.version = self.flat._version
 
     def view(self, rows: int) -> Tensor:
@@ -90,46 +95,60 @@ class Stage:
 
     def __init__(self, buffers: Sequence[Buffer | None], tokens: int, requests: int) -> None:
         self.tokens, self.requests = tokens, requests
-        self._slots = [i for i, b in enumerate(buffers) if b is not None]
-        self._all = len(self._slots) == len(buffers)
         self.buffers = [b for b in buffers if b is not None]
-        self._rows = [self._count(b, tokens, requests) for b in self.buffers]
-        self._views = [b.view(rows) for b, rows in zip(self.buffers, self._rows, strict=True)]
-        self.static: list[Tensor | None] = [None] * len(buffers)
-        for slot, view in zip(self._slots, self._views, strict=True):
-            self.static[slot] = view
+        self.static: list[Tensor | None] = [None if b is None else b.view(_rows(b, tokens, requests)) for b in buffers]
+        kinds: dict[torch.dtype, list[int]] = {}
+        for slot, b in enumerate(buffers):
+            if b is not None:
+                kinds.setdefault(b.spec.dtype, []).append(slot)
+        self._slots = list(kinds.values())  # what one fused copy can take, by place among the call's tensors
+        group_of = {slot: group for group, slots in enumerate(self._slots) for slot in slots}
+        self._given = [
+            (slot, b, view)
+            for slot, (b, view) in enumerate(zip(buffers, self.static, strict=True))
+            if b and view is not None
+        ]
         self._grown = [
-            (b, view, rows, b.leaf.extra, b.leaf.token)
-            for b, view, rows in zip(self.buffers, self._views, self._rows, strict=True)
+            (b, view, _rows(b, tokens, requests), b.leaf.extra, b.leaf.token, group_of[slot])
+            for slot, b, view in self._given
             if b.spec.dim is not None
         ]
-        kinds: dict[torch.dtype, list[int]] = {}
-        for i, b in enumerate(self.buffers):
-            kinds.setdefault(b.spec.dtype, []).append(i)
-        self._groups = list(kinds.values())
-        self._cut: dict[tuple[int, int], list[Tensor]] = {}
+        self._heads: dict[tuple[int, int], list[list[Tensor]]] = {}
+        self._tails: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
-    def fill(self, tensors: Sequence[Tensor | None], tokens: int, requests: int, foreign: bool = False) -> None:
-        """Copy the real rows into the buffers and pad the tails that hold anything else.
+    def fill(self, tensors: Sequence[Any], tokens: int, requests: int, foreign: bool = False) -> None:
+        """Copy the real rows into the buffers and pad the rows after them that hold anything else, in few fused copies.
 
         ``foreign``: some tensors are on the CPU and the buffers aren't. They go through pinned memory that torch's host
         allocator keeps until the copy has run, so that the caller may reuse its own at once.
         """
-        given: Sequence[Any] = tensors if self._all else [tensors[i] for i in self._slots]
+        heads = self._heads.get((tokens, requests))
+        if heads is None:
+            heads = self._cut(tokens, requests)
         if foreign:
-            given = [self._pinned(t, b) for t, b in zip(given, self.buffers, strict=True)]
-        views = self._cut.get((tokens, requests))
-        if views is None:
-            views = self._narrow(tokens, requests)
+            tensors = self._pinned(tensors)
         try:
-            tails = []
-            for buffer, view, rows, extra, of_tokens in self._grown:
+            late = []
+            tails: list[tuple[int, Tensor, Tensor]] = []
+            for buffer, view, rows, extra, of_tokens, group in self._grown:
                 real = (tokens if of_tokens else requests) + extra
                 begin, end = buffer.claim(real, rows)
                 if begin < end:
-                    tails.append((buffer, view, begin, end, real))
-            self._copy(views, given, foreign)
-            for buffer, view, begin, end, real in tails:
+                    if buffer.pads is None or end - begin > _MOST_PADS:
+                        late.append((buffer, view, begin, end, real))
+                    else:
+                        tails.append((group, *self._tail(buffer, view, begin, end)))
+            for group, slots in enumerate(self._slots):
+                destinations, sources = heads[group], [tensors[slot] for slot in slots]
+                if tails:
+                    destinations = destinations + [to for at, to, _ in tails if at == group]
+                    sources += [pads for at, _, pads in tails if at == group]
+                if len(sources) == 1 or foreign:
+                    for to, source in zip(destinations, sources, strict=True):
+                        to.copy_(source, non_blocking=True)
+                else:
+                    _torch.foreach_copy(destinations, sources)
+            for buffer, view, begin, end, real in late:
                 buffer.refill(view, begin, end, real)
             for buffer in self.buffers:
                 buffer.version = buffer.flat._version
@@ -138,47 +157,49 @@ class Stage:
                 buffer.version = -1
             raise
 
-    def _copy(self, views: list[Tensor], given: Sequence[Tensor], foreign: bool) -> None:
-        if foreign:
-            for view, t in zip(views, given, strict=True):
-                view.copy_(t, non_blocking=True)
-        elif len(self._groups) == 1:
-            _torch.foreach_copy(views, given)
-        else:
-            for group in self._groups:
-                if len(group) == 1:
-                    views[group[0]].copy_(given[group[0]])
-                else:
-                    _torch.foreach_copy([views[i] for i in group], [given[i] for i in group])
-
     def padded(self, tensors: Sequence[Tensor | None], tokens: int, requests: int) -> list[Tensor | None]:
         """Fresh padded tensors with the values that ``fill`` would leave in the buffers: for the reference."""
         fresh: list[Tensor | None] = [None] * len(tensors)
-        for slot, buffer, rows in zip(self._slots, self.buffers, self._rows, strict=True):
+        for slot, buffer, _ in self._given:
             t = tensors[slot]
             assert t is not None
-            fresh[slot] = buffer.padded(t, self._count(buffer, tokens, requests), rows)
+            fresh[slot] = buffer.padded(t, _rows(buffer, tokens, requests), _rows(buffer, self.tokens, self.requests))
         return fresh
 
-    def _narrow(self, tokens: int, requests: int) -> list[Tensor]:
-        if len(self._cut) >= _MOST_VIEWS:
-            self._cut.clear()
+    def _cut(self, tokens: int, requests: int) -> list[list[Tensor]]:
+        """The real rows of each buffer's view, by fused copy."""
+        if len(self._heads) >= _MOST_VIEWS:
+            self._heads.clear()
+        views = {}
         with torch.inference_mode(False):  # a view made in inference mode can't be written outside it
-            cut = [
-                view if b.spec.dim is None else view.narrow(b.spec.dim, 0, self._count(b, tokens, requests))
-                for b, view in zip(self.buffers, self._views, strict=True)
-            ]
-        self._cut[tokens, requests] = cut
-        return cut
+            for slot, b, view in self._given:
+                views[slot] = view if b.spec.dim is None else view.narrow(b.spec.dim, 0, _rows(b, tokens, requests))
+        heads = self._heads[tokens, requests] = [[views[slot] for slot in slots] for slots in self._slots]
+        return heads
 
-    @staticmethod
-    def _count(buffer: Buffer, tokens: int, requests: int) -> int:
-        leaf = buffer.leaf
-        return (tokens if leaf.token else requests) + leaf.extra if buffer.spec.dim is not None else 1
+    def _tail(self, buffer: Buffer, view: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Rows to pad, and as many rows of padding."""
+        key = (id(buffer), begin, end)
+        pair = self._tails.get(key)
+        if pair is None:
+            if len(self._tails) >= _MOST_VIEWS:
+                self._tails.clear()
+            dim = buffer.spec.dim
+            assert dim is not None and buffer.pads is not None
+            with torch.inference_mode(False):
+                pair = view.narrow(dim, begin, end - begin), buffer.pads.narrow(dim, 0, end - begin)
+            self._tails[key] = pair
+        return pair
 
-    @staticmethod
-    def _pinned(t: Tensor, buffer: Buffer) -> Tensor:
-        if t.device == buffer.flat.device:
-            return t
-        host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
-        return host.copy_(t)
+    def _pinned(self, tensors: Sequence[Any]) -> list[Any]:
+        moved = list(tensors)
+        for slot, buffer, _ in self._given:
+            t = moved[slot]
+            if t.device != buffer.flat.device:
+                moved[slot] = torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t)
+        return moved
+
+
+def _rows(buffer: Buffer, tokens: int, requests: int) -> int:
+    leaf = buffer.leaf
+    return (tokens if leaf.token else requests) + leaf.extra if buffer.spec.dim is not None else 1

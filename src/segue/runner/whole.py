@@ -113,59 +113,68 @@ class _Session:
     def _capture_within_budget(self, progress: Progress) -> None:
         """Predict from two small buckets, then capture what fits, largest first.
 
-        Where the prediction was too low, everything is dropped, so that the pool's memory really goes, and the smaller
-        buckets are captured anew.
+        Where a bucket takes more than predicted, everything is dropped, so that the pool's memory really goes, and the
+        others are captured anew.
+        """
+        order, base = self._probed(sorted(self.rungs), progress), self.buckets.cost()
+        while order:
+            rest = [r for r in reversed(order) if r not in self.done]
+            over = self._first_over(rest, progress)
+            if over is None:
+                return
+            cost = self.buckets.cost()
+            dropped = (
+                rest[:1] if over == 0 else rest[over:]
+            )  # the largest is too much for the pool, or all for the driver
+            order = [r for r in order if r not in dropped]
+            self._leave_out(dropped, cost)
+            self._give_up(*self.done)
+            if self.buckets.cost().pool > base.pool:
+                log.warning("segue: the pool is shared and keeps %s; nothing more is captured", self.buckets.cost())
+                return
+
+    def _probed(self, order: list[Rung], progress: Progress) -> list[Rung]:
+        """The buckets predicted to fit, from the smallest and the middle one, which are captured.
+
+        Raises:
+            UsageError: not even the smallest fits.
         """
         budget = self.runner.budget
         assert budget is not None
-        order = sorted(self.rungs)
-        base = self.buckets.cost()
         for rung in dict.fromkeys((order[0], order[len(order) // 2])) if order else ():
             self._capture([rung], progress)
             cost = self.buckets.cost()
             if cost.total > budget.limit:
-                self._give_up(rung)
+                self._give_up(*self.done)
                 if rung == order[0]:
                     raise UsageError(
-                        f"memory_budget={mib(budget.limit)} is too small for one bucket: the smallest, {rung[0]}, takes "
-                        f"{cost}. Raise the budget, or share a pool"
+                        f"memory_budget={mib(budget.limit)} is too small for one bucket: the smallest, {rung[0]}, "
+                        f"takes {cost}. Raise the budget, or share a pool"
                     )
-                order = [r for r in order if r < rung]
-                self._leave_out([rung[0]], cost)
-                break
+                self._leave_out([r for r in order if r >= rung], cost)
+                return [r for r in order if r < rung]
             budget.observe(rung[0], cost)
-        fitting, left_out = budget.split(sorted({r[0] for r in order}), self.buckets.cost(), len(self.buckets.plans))
+        now, graphs = self.buckets.cost(), len(self.buckets.plans)
+        fitting, left_out = budget.split(sorted({r[0] for r in order}), now, graphs)
         for bucket, cost in left_out.items():
-            self._leave_out([bucket], cost)
-        while True:
-            rest = [r for r in reversed(order) if r[0] in fitting and r not in self.done]
-            over = self._first_over(rest, progress)
-            if over is None:
-                return
-            self._leave_out([b for b in fitting if b >= over], self.buckets.cost())
-            fitting = [b for b in fitting if b < over]
-            self._give_up(*self.done)
-            if self.buckets.cost().pool > base.pool and self.buckets.cost().total > budget.limit:
-                log.warning(
-                    "segue: the pool is shared and keeps %s, more than the budget; nothing more is captured",
-                    self.buckets.cost(),
-                )
-                return
+            self._leave_out([(bucket, None)], cost)
+        return [r for r in order if r[0] in fitting]
 
     def _first_over(self, rungs: Sequence[Rung], progress: Progress) -> int | None:
+        """Capture until the budget is exceeded, and say by which of ``rungs``."""
         assert self.runner.budget is not None
-        for rung in rungs:
+        for i, rung in enumerate(rungs):
             self._capture([rung], progress)
             if self.buckets.cost().total > self.runner.budget.limit:
-                return rung[0]
+                return i
         return None
 
     def _give_up(self, *rungs: Rung) -> None:
         self.buckets.drop([(self.call.key, *r) for r in rungs if self._plan(r) is not None])
         self.done = [r for r in self.done if r not in rungs]
 
-    def _leave_out(self, buckets: Sequence[int], cost: Cost) -> None:
-        for bucket in buckets:
+    def _leave_out(self, rungs: Sequence[Rung], cost: Cost) -> None:
+        for bucket in dict.fromkeys(r[0] for r in rungs):
             self.left_out[bucket] = cost
             self.runner.over_budget(bucket, cost)
 

@@ -71,7 +71,8 @@ class Reader:
         reason = (
             self._recorded(rest)
             or self._unknown({**given, **rest})
-            or _shapes(shape, positions, mask)
+            or _shapes(shape, positions)
+            or self._mask(mask)
             or self._cache(cache, use_cache)
         )
         return reason or Call(
@@ -88,6 +89,14 @@ class Reader:
         strange = [k for k, v in rest.items() if v is not None and not (k in _ABSENT_WHEN_FALSE and v is False)]
         return f"the argument {strange[0]}" if strange else None
 
+    def _mask(self, mask: Any) -> str | None:
+        if isinstance(mask, dict):
+            kinds = set(getattr(self._config, "layer_types", None) or ())
+            return None if kinds and kinds <= set(mask) else "a dict of masks without one for each kind of layer"
+        if mask is None or (isinstance(mask, Tensor) and mask.dim() in (2, 4)):
+            return None
+        return "an attention_mask that is neither [batch, tokens], nor 4-dimensional, nor a dict of masks"
+
     def _cache(self, cache: Any, use_cache: bool) -> str | None:
         if cache is None:
             return None
@@ -100,13 +109,11 @@ class Reader:
         return None if strange is None else f"a cache whose layers are {type(strange).__name__}"
 
 
-def _shapes(shape: torch.Size, positions: Any, mask: Any) -> str | None:
+def _shapes(shape: torch.Size, positions: Any) -> str | None:
     if len(shape) != 2:
         return f"inputs of {len(shape)} dimensions instead of [batch, tokens]"
     if 0 in shape:
         return "no tokens"
     if positions is not None and tuple(positions.shape) not in ((1, shape[1]), tuple(shape)):
         return "position_ids that are not [1 or batch, tokens]"
-    if mask is not None and not isinstance(mask, dict) and not (isinstance(mask, Tensor) and mask.dim() in (2, 4)):
-        return "an attention_mask that is neither [batch, tokens], nor 4-dimensional, nor a dict of masks"
     return None

@@ -206,10 +206,12 @@ class Accelerated:
         embeds = call.embeds if call.embeds is not None else decoder.get_input_embeddings()(call.input_ids)
         cache = names.new_cache(decoder.config) if call.use_cache and call.cache is None else call.cache
         positions = call.positions(cache, embeds.device)
-        masks = names.make_masks(decoder.config, embeds, call.attention_mask, cache, positions)
+        masks = call.attention_mask
+        if not isinstance(masks, dict):
+            masks = names.make_masks(decoder.config, embeds, masks, cache, positions)
         ctx = self._context(call, masks, cache, positions, reached)
         x = embeds.reshape(call.tokens, embeds.shape[-1])
-        flat = positions.expand(call.batch, call.length).reshape(call.tokens)
+        flat = positions.expand(call.batch, call.length).reshape(call.tokens).long()
         hidden = run(x, flat, ctx=ctx).view(call.batch, call.length, -1)
         out = self._output(last_hidden_state=hidden, **{self._reader.cache_name: cache if call.use_cache else None})
         return out if call.return_dict else out.to_tuple()

@@ -1,0 +1,309 @@
+"""The gate of a prime graph: what must be so before anyone is served from it.
+
+Each length runs going up and going down on one graph, over poisoned memory: NaN in the scratch cache, in free blocks of
+the pool, and in the session. Logits, hidden states and every byte of every cache are compared with the trunk's eager
+run at the same padded shape on a fresh cache; then greedy steps go on from both caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue import _torch
+from segue.check.caches import Part, difference, distance, poison, tensors
+from segue.errors import SegueError
+from segue.prime import PrimeGraph, Reference
+from segue.prime.body import reference
+from segue.prime.requests import Batch
+
+_LENGTHS = (47, 128, 300)
+# A prompt without padding has other matrix shapes, so other rounding: 8-bit values may land on the next step.
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_COARSE = 1.5e-1
+_SAME = "same"
+
+
+@dataclass
+class GateReport:
+    """What the gate found.
+
+    ``rows``: one for each run. ``findings``: each difference in a sentence; none means that the graph may serve.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Nothing was found."""
+        return not self.findings
+
+
+def check_prime(
+    prime: PrimeGraph,
+    lengths: Sequence[int] | None = None,
+    steps: int = 16,
+    progress: Callable[[str], None] = lambda line: None,
+) -> GateReport:
+    """Run the gate on one graph.
+
+    Args:
+        lengths: prompt lengths; by default ``min_tokens``, 47, 128, 300, bucket - 1 and bucket, as far as they fit, and
+            the bucket with a second prompt. Of a graph for several requests each length is also shared out among them.
+        steps: greedy steps after each run, by ``trunk.step(token, session)``; left out, and said so, where there is
+            none.
+        progress: gets a line before each run.
+    """
+    gate = _Gate(prime, steps)
+    for direction, plan in (("up", gate.plan(lengths)), ("down", gate.plan(lengths)[::-1])):
+        for label, prompts in plan:
+            progress(f"{label}, {direction}")
+            gate.run(label, direction, prompts)
+    return gate.report
+
+
+class _Gate:
+    def __init__(self, prime: PrimeGraph, steps: int) -> None:
+        self.prime, self.trunk, self.report = prime, prime.trunk, GateReport()
+        self.step: Callable[[Tensor, Any], Tensor] | None = getattr(prime.trunk, "step", None)
+        self.steps = steps if self.step is not None else 0
+        self.capacity = prime.bucket + max(self.steps, 1)
+        self.vocabulary = prime.reference([0] * self.trunk.min_tokens).logits.shape[1]
+        self.seen: dict[str, str] = {}
+
+    def plan(self, lengths: Sequence[int] | None) -> list[tuple[str, list[Tensor]]]:
+        """Label and prompts of each run, going up."""
+        bucket, least, requests = self.prime.bucket, self.trunk.min_tokens, self.prime.requests
+        wanted = lengths if lengths is not None else (least, *_LENGTHS, bucket - 1, bucket)
+        fitting = sorted({n for n in wanted if least <= n <= bucket})
+        found = [(f"{n} tokens", [self._prompt(n, 0)]) for n in fitting]
+        if lengths is None:
+            found.append((f"{bucket} tokens, another prompt", [self._prompt(bucket, 1)]))
+        if requests > 1:
+            for n in fitting:
+                parts = _shared(n, requests, least)
+                found.append((f"{'+'.join(map(str, parts))} tokens", [self._prompt(m, r) for r, m in enumerate(parts)]))
+        return found
+
+    def run(self, label: str, direction: str, prompts: list[Tensor]) -> None:
+        """One run and all its comparisons."""
+        first = label not in self.seen
+        self.seen[label] = direction
+        batch = self.prime.batch(prompts)
+        want = self.prime.reference(prompts)
+        sessions = [self._session() for _ in prompts]
+        before = [{path: t.clone() for path, t in tensors(s).items()} for s in sessions]
+        self._poison()
+        row: dict[str, Any] = {"prompt": label, "way": direction}
+        here = f"{label}, {direction}"
+        try:
+            got = self.prime.run(prompts, sessions)
+        except SegueError as e:
+            self._find(here, f"refused: {e}")
+            self.report.rows.append({**row, "logits": "refused"})
+            return
+        count = len(prompts)
+        row["logits"] = self._outputs(here, batch, "logits", got.logits, want.logits[:count])
+        row["hidden"] = self._outputs(here, batch, "hidden", got.hidden, want.hidden[:count])
+        row["cache"] = self._caches(here, batch, sessions, want)
+        row["past the prompt"] = self._past(here, batch, sessions, before, want)
+        row["greedy"] = self._greedy(here, batch, sessions, got.logits, want)
+        row["pads"] = self._pads(here, batch, sessions, want) if first else None
+        row["control"] = self._control(here, prompts, batch, sessions, want) if first else None
+        self.report.rows.append(row)
+
+    def _outputs(self, here: str, batch: Batch, name: str, got: Tensor, want: Tensor) -> str:
+        real = [r for r, n in enumerate(batch.lengths) if n]
+        return self._verdict(here, [(name, difference(got[real], want[real]))])
+
+    def _caches(self, here: str, batch: Batch, sessions: list[Any], want: Reference) -> str:
+        found: list[tuple[str, str | None]] = []
+        count = 0
+        for r, n in enumerate(batch.lengths):
+            mine, theirs = tensors(sessions[r]), tensors(want.cache)
+            if not n:
+                continue
+            length = self.trunk.get_length(sessions[r])
+            found.append((_at("length", r, batch), None if length == n else f"{length} instead of {n}"))
+            for path in theirs.keys() | mine.keys():
+                name = _at(path, r, batch)
+                if path not in mine or path not in theirs:
+                    found.append((name, f"is in the {'session' if path in mine else 'reference'} only"))
+                    continue
+                part = Part.of(theirs[path], mine[path], self.prime.requests)
+                if part is None:
+                    found.append(
+                        (name, f"has shape {tuple(mine[path].shape)}, and the reference {tuple(theirs[path].shape)}")
+                    )
+                    continue
+                count += 1
+                found.append(
+                    (name, difference(part.head(mine[path], n), part.cut(theirs[path], r, want.offsets[r], n)))
+                )
+        return self._verdict(here, found, f"{count} tensors {_SAME}")
+
+    def _past(
+        self, here: str, batch: Batch, sessions: list[Any], before: list[dict[str, Tensor]], want: Reference
+    ) -> str:
+        found: list[tuple[str, str | None]] = []
+        theirs = tensors(want.cache)
+        for r, n in enumerate(batch.lengths):
+            for path, t in tensors(sessions[r]).items():
+                old = before[r].get(path)
+                part = Part.of(theirs[path], t, self.prime.requests) if path in theirs else None
+                if old is None or part is None:
+                    continue
+                now, then = (part.past(t, n), part.past(old, n)) if n else (t, old)
+                if now is not None and then is not None:
+                    changed = difference(now, then)
+                    found.append((f"{_at(path, r, batch)} past its {n} rows", changed and f"was written: {changed}"))
+        return self._verdict(here, found, "untouched")
+
+    def _greedy(self, here: str, batch: Batch, sessions: list[Any], logits: Tensor, want: Reference) -> str | None:
+        if self.step is None:
+            return "no step()"
+        for r, n in enumerate(batch.lengths):
+            if not n:
+                continue
+            other = self._filled(sessions[r], r, n, want)
+            a, b = logits[r : r + 1], want.logits[r : r + 1]
+            for i in range(self.steps):
+                mine, theirs = a.argmax(-1), b.argmax(-1)
+                if not torch.equal(mine, theirs):
+                    what = f"token {mine.item()} instead of {theirs.item()}"
+                    return self._verdict(here, [(_at(f"greedy step {i + 1}", r, batch), what)])
+                with torch.inference_mode():
+                    a, b = self.step(mine, sessions[r]), self.step(theirs, other)
+                if (what := difference(a, b) or "") != "":
+                    return self._verdict(here, [(_at(f"logits after greedy step {i + 1}", r, batch), what)])
+        return f"{self.steps} steps {_SAME}"
+
+    def _pads(self, here: str, batch: Batch, sessions: list[Any], want: Reference) -> str | None:
+        """Other values in the padded rows change nothing at all, and their absence only the rounding."""
+        prime = self.prime
+        total = batch.total
+        if total == prime.bucket:
+            return None
+        draw = torch.Generator().manual_seed(total)
+        like = self.trunk.embed(batch.ids[max(range(len(batch.ids)), key=lambda r: batch.lengths[r])])
+        tail = torch.randn(prime.bucket - total, *like.shape[1:], generator=draw).to(like)
+        noisy = reference(self.trunk, batch, prime.bucket, prime.requests, prime.name, tail)
+        found = [
+            (f"{name}, with other values in the padded rows,", difference(a, b))
+            for name, a, b in self._views(batch, sessions, noisy, want)
+        ]
+        try:
+            bare = reference(self.trunk, batch, total, prime.requests, prime.name)
+        except (RuntimeError, ValueError) as e:
+            return f"{self._verdict(here, found)}; doesn't run unpadded ({type(e).__name__})"
+        for name, a, b in self._views(batch, sessions, want, bare):
+            off = distance(a, b)
+            if off > _TOLERANCE.get(b.dtype, _COARSE):
+                found.append((f"{name}, padded against unpadded,", f"is off by {off:.2g} of its size"))
+        return self._verdict(here, found)
+
+    def _control(self, here: str, prompts: list[Tensor], batch: Batch, sessions: list[Any], want: Reference) -> str:
+        churn = [
+            torch.full((n,), float("nan"), device=self.prime.device.torch_device)
+            for n in (7, 512, 4096, 65536)
+            for _ in range(8)
+        ]
+        del churn[::2]
+        again = self.prime.reference(prompts)
+        return self._verdict(
+            here,
+            [
+                (f"{name} of the reference, run again,", difference(a, b))
+                for name, a, b in self._views(batch, sessions, again, want)
+            ],
+        )
+
+    def _views(self, batch: Batch, sessions: list[Any], a: Reference, b: Reference) -> list[tuple[str, Tensor, Tensor]]:
+        """What two references must agree on: outputs, and each session's share of the cache."""
+        real = [r for r, n in enumerate(batch.lengths) if n]
+        found = [("logits", a.logits[real], b.logits[real]), ("hidden", a.hidden[real], b.hidden[real])]
+        of_a, of_b, scratch = tensors(a.cache), tensors(b.cache), tensors(self.prime.scratch)
+        for r in real:
+            for path, t in tensors(sessions[r]).items():
+                part = Part.of(scratch[path], t, self.prime.requests) if path in scratch else None
+                if part is not None and path in of_a and path in of_b:
+                    start, n = a.offsets[r], batch.lengths[r]
+                    found.append(
+                        (_at(path, r, batch), part.cut(of_a[path], r, start, n), part.cut(of_b[path], r, start, n))
+                    )
+        return found
+
+    def _filled(self, like: Any, r: int, n: int, want: Reference) -> Any:
+        """A session filled from a reference's cache, tensor by tensor, by shapes: without asking the trunk for its
+        state."""
+        session = self._session()
+        reserve = getattr(self.trunk, "reserve", None)
+        if reserve is not None:
+            reserve(session, n)
+        self.trunk.set_length(session, n)
+        theirs = tensors(want.cache)
+        with torch.inference_mode():
+            for path, t in tensors(session).items():
+                part = Part.of(theirs[path], t, self.prime.requests) if path in theirs else None
+                if part is not None:
+                    part.head(t, n).copy_(part.cut(theirs[path], r, want.offsets[r], n).reshape(part.head(t, n).shape))
+        return session
+
+    def _session(self) -> Any:
+        """A fresh session, poisoned where it has rows."""
+        make = getattr(self.trunk, "new_session", self.trunk.new_cache)
+        with torch.inference_mode(False):
+            session = make(self.capacity)
+        scratch = tensors(self.prime.scratch)
+        for path, t in tensors(session).items():
+            part = Part.of(scratch[path], t, self.prime.requests) if path in scratch else None
+            if part is not None and part.rows:
+                poison(t)
+        return session
+
+    def _poison(self) -> None:
+        """Everything that a run must not depend on: what the last one left in the scratch cache, and free memory."""
+        prime = self.prime
+        scratch = {_torch.storage_key(t) for t in tensors(prime.scratch).values()}
+        written = [e.tensor for e in prime.capture.externals if e.written] if prime.capture is not None else []
+        state = [s.tensor for s in self.trunk.state(prime.scratch).values()]
+        for t in (*state, *(t for t in written if _torch.storage_key(t) in scratch)):
+            poison(t)
+        prime.pool.poison()
+
+    def _prompt(self, n: int, which: int) -> Tensor:
+        draw = torch.Generator().manual_seed(1000 * which + n)
+        return torch.randint(0, self.vocabulary, (n,), generator=draw).to(self.prime.device.torch_device)
+
+    def _verdict(self, here: str, found: Sequence[tuple[str, str | None]], right: str = _SAME) -> str:
+        wrong = [(name, what) for name, what in found if what]
+        for name, what in wrong:
+            self._find(here, f"{name}: {what}")
+        return "DIFFERS: " + ", ".join(name for name, _ in wrong) if wrong else right
+
+    def _find(self, here: str, what: str) -> None:
+        self.report.findings.append(f"{here}: {what}")
+
+
+def _at(name: str, request: int, batch: Batch) -> str:
+    return name if len(batch.lengths) == 1 else f"{name} of request {request}"
+
+
+def _shared(n: int, requests: int, least: int) -> list[int]:
+    """``n`` tokens shared out unevenly, the second request empty where there are more than two."""
+    parts = [0] * requests
+    left = n
+    for r in range(requests):
+        if r == 1 and requests > 2:
+            continue
+        take = left if r == requests - 1 else max(least, left // 3)
+        if left - take and left - take < least:
+            take = left
+        parts[r] = min(take, left) if min(take, left) >= least else 0
+        left -= parts[r]
+    return parts

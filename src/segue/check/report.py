@@ -1,0 +1,82 @@
+"""What a check found, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One way in which a replay can differ from eager.
+
+    ``kind``: ``padding`` (real rows depend on padded ones), ``uninitialised`` (on memory nobody wrote), ``frozen`` (a plain
+    value that varies between forwards), ``replay`` (a replay isn't what the reference gives), ``unrepeatable`` (eager isn't
+    either), ``refused`` or ``error`` (it raised). ``where``: ``file.py:12 in forward``. ``text``: what happened, why, and
+    what mends it.
+    """
+
+    kind: str
+    where: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.where}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of :meth:`GraphRunner.check`.
+
+    ``forward``: what was checked. ``buckets``, ``lengths``, ``variants``: what was tried. ``comparisons``: forwards compared,
+    ``replays`` of them replays. ``notes``: what is worth knowing and no fault.
+    """
+
+    forward: str
+    device: str
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    buckets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    variants: tuple[str, ...]
+    comparisons: int
+    replays: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Nothing was found."""
+        return not self.findings
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """The findings as rows of a table."""
+        return [{"kind": f.kind, "where": f.where, "finding": f.text} for f in self.findings]
+
+    def table(self) -> str:
+        """The findings as a Markdown table; a sentence where there are none."""
+        if self.ok:
+            return "No finding."
+        lines = [("kind", "where", "finding"), ("---",) * 3, *(tuple(map(_cell, row.values())) for row in self.rows)]
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+    def summary(self) -> str:
+        """One line: what was checked, and how it ended."""
+        verdict = "ok" if self.ok else f"{len(self.findings)} finding{'s' if len(self.findings) > 1 else ''}"
+        variants = "" if len(self.variants) < 2 else f"; variants: {', '.join(self.variants)}"
+        return (
+            f"check of {self.forward} on {self.device}: {verdict}. {self.comparisons} forwards compared, {self.replays} of "
+            f"them replays, in {self.seconds:.1f} s; buckets {_list(self.buckets)}; lengths {_list(self.lengths)}{variants}"
+        )
+
+    def __str__(self) -> str:
+        found = [f"{i}. {finding}" for i, finding in enumerate(self.findings, 1)]
+        return "\n".join([self.summary(), *found, *(f"note: {note}" for note in self.notes)])
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

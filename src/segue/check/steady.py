@@ -1,0 +1,122 @@
+"""Python values that a forward changes, put back so that the next forward starts where this one did."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MOST = 50_000  # values looked at
+_DEEP = 6  # of containers and plain objects; submodules are followed to the end
+_PLAIN = (bool, int, float, str, type(None))
+_FOREIGN = ("torch", "builtins", "threading", "logging", "segue", "functools", "_thread")
+
+Put = Callable[[Any], None]
+
+
+class PlainValues:
+    """Plain values (numbers, strings, None) held by name in what ``root`` reaches, as they are now.
+
+    Only these, and only where they are: what a forward builds once and keeps (tables, memos) must stay, since graphs may
+    have come to rely on it.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._slots = [(holder, key, value) for holder, key, value in _reach(root) if type(value) in _PLAIN and key is not None]
+
+    def restore(self) -> None:
+        """Put back every one that changed."""
+        for holder, key, value in self._slots:
+            if isinstance(holder, types.CellType):
+                if _cell(holder) is not value and _cell(holder) is not _EMPTY:
+                    holder.cell_contents = value
+            elif isinstance(holder, list):
+                if key < len(holder) and holder[key] is not value:
+                    holder[key] = value
+            elif key in holder and holder[key] is not value:
+                holder[key] = value
+
+
+class Contents:
+    """Everything that a context holds, as it is now: attributes, items and their order; tensors by identity."""
+
+    def __init__(self, root: Any) -> None:
+        holders: dict[int, Any] = {}
+        for holder, _, _ in _reach(root):
+            if isinstance(holder, dict | list):
+                holders[id(holder)] = holder
+        self._saved = [(holder, holder.copy()) for holder in holders.values()]
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        for holder, saved in self._saved:
+            if isinstance(holder, list):
+                holder[:] = saved
+            elif len(holder) != len(saved) or any(holder.get(k, _EMPTY) is not v for k, v in saved.items()):
+                holder.clear()
+                holder.update(saved)
+
+
+_EMPTY: Any = object()
+
+
+def _reach(root: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """``(holder, key, value)`` of everything held by name. Empty containers show with a key of None."""
+    seen: set[int] = set()
+    todo: list[tuple[Any, int]] = [(root, 0)]
+    while todo and len(seen) < _MOST:
+        obj, depth = todo.pop()
+        if id(obj) in seen or (depth > _DEEP and not isinstance(obj, torch.nn.Module)):
+            continue
+        seen.add(id(obj))
+        for holder, key, value in _children(obj):
+            yield holder, key, value
+            if type(value) not in _PLAIN and not isinstance(value, type | types.ModuleType | Tensor):
+                todo.append((value, depth + 1))
+
+
+def _children(obj: Any) -> Iterator[tuple[Any, Any, Any]]:
+    if isinstance(obj, torch.nn.Module):
+        yield from ((obj.__dict__, k, v) for k, v in list(obj.__dict__.items()) if not k.startswith("_"))
+        yield from ((obj._modules, k, v) for k, v in list(obj._modules.items()))
+    elif isinstance(obj, types.MethodType):
+        yield {}, None, obj.__self__
+        yield {}, None, obj.__func__
+    elif isinstance(obj, functools.partial):
+        yield {}, None, obj.func
+        yield from ((obj.keywords, k, v) for k, v in list(obj.keywords.items()))
+    elif isinstance(obj, types.FunctionType):
+        yield from _of_function(obj)
+    elif isinstance(obj, dict):
+        yield obj, None, None
+        yield from ((obj, k, v) for k, v in list(obj.items()))
+    elif isinstance(obj, list):
+        yield obj, None, None
+        yield from ((obj, i, v) for i, v in enumerate(list(obj)))
+    elif isinstance(obj, tuple):
+        yield from (({}, None, v) for v in obj)
+    elif isinstance(own := getattr(obj, "__dict__", None), dict) and type(obj).__module__.split(".")[0] not in _FOREIGN:
+        yield own, None, None
+        yield from ((own, k, v) for k, v in list(own.items()))
+
+
+def _of_function(fn: types.FunctionType) -> Iterator[tuple[Any, Any, Any]]:
+    for cell in fn.__closure__ or ():
+        if (value := _cell(cell)) is not _EMPTY:
+            yield cell, "cell_contents", value
+    for name in fn.__code__.co_names:
+        if name in fn.__globals__:
+            yield fn.__globals__, name, fn.__globals__[name]
+    if isinstance(wrapped := getattr(fn, "__wrapped__", None), types.FunctionType):
+        yield {}, None, wrapped
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _EMPTY

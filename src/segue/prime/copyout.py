@@ -1,0 +1,193 @@
+"""From the scratch cache into sessions: the real rows, the whole states, nothing else, in a handful of copies.
+
+Bytes travel untouched: where it can, a copy moves 8-byte integers, whatever the dtype says they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from segue import _torch
+from segue.errors import InputError, UsageError
+from segue.prime.trunk import Rows, Whole
+
+_WIDE = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+_MOST_VIEWS = 512
+State = Mapping[str, Rows | Whole]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One state of the scratch cache. ``other``: its shape without ``dim``. ``unit``: how its bytes are moved."""
+
+    name: str
+    rows: bool
+    dim: int
+    tensor: Tensor
+    other: tuple[int, ...]
+    unit: torch.dtype
+
+
+class CopyOut:
+    """The copies out of one scratch cache.
+
+    Raises:
+        UsageError: the trunk's state is no state of this bucket and number of requests.
+    """
+
+    def __init__(self, state: State, bucket: int, requests: int, name: str) -> None:
+        self._name, self._requests = name, requests
+        self._entries = [_entry(key, value, bucket, requests, name) for key, value in state.items()]
+        if not self._entries:
+            raise UsageError(
+                f"{name}: trunk.state() of the scratch cache is empty, so a session would stay as fresh as it is"
+            )
+        self._pointers = {e.tensor.data_ptr() for e in self._entries}
+        self._sources: dict[tuple[int, int, int], list[Tensor]] = {}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The scratch cache's state."""
+        return [e.tensor for e in self._entries]
+
+    def pairs(self, state: State, request: int, start: int, n: int) -> list[tuple[Tensor, Tensor]]:
+        """What to copy into one session, destination and source, of a request with ``n`` rows from ``start`` on.
+
+        Raises:
+            InputError: the session isn't like the scratch cache. Nothing has been written.
+        """
+        if state.keys() != {e.name for e in self._entries}:
+            raise self._refuse(
+                request, f"has the state {sorted(state)} where the graph fills {sorted(e.name for e in self._entries)}"
+            )
+        found = []
+        for entry, source in zip(self._entries, self._cut(request, start, n), strict=True):
+            value = state[entry.name]
+            self._check(entry, value, request, n)
+            t = value.tensor
+            if entry.rows:
+                t = t.narrow(entry.dim, 0, n)
+            elif t.shape != source.shape and t.dim() < source.dim():
+                t = t.unsqueeze(entry.dim)
+            found.append((t, source))
+        return found
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Do the copies: those between contiguous memory fused, by unit; each of the others by itself."""
+        fused: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        units = [e.unit for e in self._entries]
+        for i, (to, source) in enumerate(pairs):
+            to, source = _as_unit(to, source, units[i % len(units)])
+            if to.is_contiguous() and source.is_contiguous():
+                group = fused.setdefault(to.dtype, ([], []))
+                group[0].append(to.view(-1))
+                group[1].append(source.view(-1))
+            else:
+                to.copy_(source)
+        for destinations, sources in fused.values():
+            _torch.foreach_copy(destinations, sources)
+
+    def _cut(self, request: int, start: int, n: int) -> list[Tensor]:
+        key = request, start, n
+        cut = self._sources.get(key)
+        if cut is None:
+            if len(self._sources) >= _MOST_VIEWS:
+                self._sources.clear()
+            cut = self._sources[key] = [self._source(e, request, start, n) for e in self._entries]
+        return cut
+
+    def _source(self, entry: _Entry, request: int, start: int, n: int) -> Tensor:
+        if entry.rows:
+            return entry.tensor.narrow(entry.dim, start, n)
+        return entry.tensor if self._requests == 1 else entry.tensor.narrow(entry.dim, request, 1)
+
+    def _check(self, entry: _Entry, value: Rows | Whole, request: int, n: int) -> None:
+        t, mine = value.tensor, entry.tensor
+        if isinstance(value, Rows) is not entry.rows:
+            raise self._refuse(
+                request, f"says that {entry.name} is {type(value).__name__}, and the scratch cache says otherwise"
+            )
+        if t.dtype is not mine.dtype or t.device != mine.device:
+            raise self._refuse(
+                request,
+                f"has {entry.name} as {t.dtype} on {t.device}, and the graph makes it as {mine.dtype} on {mine.device}",
+            )
+        if t.data_ptr() in self._pointers:
+            raise self._refuse(
+                request, f"shares the memory of {entry.name} with the scratch cache, which every run overwrites"
+            )
+        shape = tuple(t.shape)
+        if entry.rows:
+            dim = value.dim % t.dim() if t.dim() else 0
+            if dim != entry.dim or (*shape[:dim], *shape[dim + 1 :]) != entry.other:
+                raise self._refuse(
+                    request, f"has {entry.name} of shape {shape}, and the scratch cache {tuple(mine.shape)}"
+                )
+            if shape[dim] < n:
+                raise self._refuse(request, f"has room for {shape[dim]} rows in {entry.name}, and the prompt has {n}")
+        elif shape != tuple(mine.shape) if self._requests == 1 else shape not in (entry.other, _with_one(entry)):
+            raise self._refuse(request, f"has {entry.name} of shape {shape}, and the scratch cache {tuple(mine.shape)}")
+
+    def _refuse(self, request: int, what: str) -> InputError:
+        return InputError(
+            f"{self._name}: the session of request {request} {what}. It was left as it was; give one that this trunk's "
+            "new_cache() made, large enough"
+        )
+
+
+def _entry(key: str, value: Rows | Whole, bucket: int, requests: int, name: str) -> _Entry:
+    if not isinstance(value, Rows | Whole):
+        raise UsageError(
+            f"{name}: trunk.state()[{key!r}] is a {type(value).__qualname__}; say segue.Rows(t) or segue.Whole(t)"
+        )
+    t, rows = value.tensor, isinstance(value, Rows)
+    if not t.dim() or not -t.dim() <= value.dim < t.dim():
+        if rows or requests > 1:
+            raise UsageError(f"{name}: trunk.state()[{key!r}] has shape {tuple(t.shape)}, and no dimension {value.dim}")
+        return _Entry(key, False, 0, t, (), t.dtype)
+    dim = value.dim % t.dim()
+    if rows and t.shape[dim] < bucket:
+        raise UsageError(
+            f"{name}: trunk.state()[{key!r}] has {t.shape[dim]} rows along dimension {dim} of {tuple(t.shape)}, and "
+            f"new_cache({bucket}, {requests}) was asked for {bucket}"
+        )
+    if not rows and requests > 1 and t.shape[dim] != requests:
+        raise UsageError(
+            f"{name}: trunk.state()[{key!r}] is Whole and has {t.shape[dim]} entries along dimension {dim} of "
+            f"{tuple(t.shape)}; a scratch cache of {requests} requests has one each there"
+        )
+    other = (*t.shape[:dim], *t.shape[dim + 1 :])
+    return _Entry(key, rows, dim, t, other, _unit(t, dim if rows or requests > 1 else -1))
+
+
+def _with_one(entry: _Entry) -> tuple[int, ...]:
+    return (*entry.other[: entry.dim], 1, *entry.other[entry.dim :])
+
+
+def _unit(t: Tensor, cut: int) -> torch.dtype:
+    """The widest integer that every copied run of bytes consists of. ``cut``: the dimension that is cut."""
+    size = t.element_size()
+    if size >= 8 or not t.numel():
+        return t.dtype
+    same = next(dtype for width, dtype in _WIDE if width == size)
+    if cut == t.dim() - 1 or t.stride(-1) != 1:
+        return same
+    steps = [t.shape[-1], int(t.storage_offset()), *t.stride()[:-1]]
+    for width, dtype in _WIDE:
+        if width > size and all(step * size % width == 0 for step in steps):
+            return dtype
+    return same
+
+
+def _as_unit(to: Tensor, source: Tensor, unit: torch.dtype) -> tuple[Tensor, Tensor]:
+    if unit is source.dtype:
+        return to, source
+    try:
+        return to.view(unit), source.view(unit)
+    except RuntimeError:  # the session lies otherwise in memory than the scratch cache
+        same = next(dtype for width, dtype in _WIDE if width == source.element_size())
+        return to.view(same), source.view(same)

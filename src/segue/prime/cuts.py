@@ -1,0 +1,107 @@
+"""Where a whole graph is cut into a few segments, so that the device starts while the rest is being submitted.
+
+A graph of 1,500 nodes keeps the GPU idle for 0.5 to 1.2 ms while it is launched; each cut costs it about 10 us. A few
+segments that grow are best, and which few depends on model, bucket and host (measured: FIELD.md).
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from segue.capture import BreakableCapture
+from segue.devices import Device
+from segue.errors import UsageError
+
+_RUNS, _WARM = 9, 3
+
+
+class Marks(threading.local):
+    """The marks met in the forward that this thread runs for a prime graph."""
+
+    met: int = 0
+    chosen: frozenset[int] = frozenset()
+    capture: BreakableCapture | None = None  # the one being recorded
+
+    def begin(self, capture: BreakableCapture | None, chosen: Iterable[int]) -> None:
+        """Count from 0 and cut ``capture`` at the marks ``chosen``."""
+        self.met, self.chosen, self.capture = 0, frozenset(chosen), capture
+
+    def end(self) -> int:
+        """Stop cutting. Returns how many marks there were."""
+        self.capture = None
+        return self.met
+
+
+marks = Marks()
+
+
+def cut_here() -> None:
+    """Mark a place where a prime graph may be cut: between two layers. Does nothing outside a prime capture."""
+    marks.met += 1
+    capture = marks.capture
+    if capture is not None and capture is BreakableCapture.current() and marks.met in marks.chosen:
+        capture.cut()
+
+
+def pinned(cuts: Sequence[int], marked: int) -> tuple[int, ...]:
+    """``cuts`` as a pattern for a forward with ``marked`` marks.
+
+    Raises:
+        UsageError: one is no mark of this forward.
+    """
+    wrong = [c for c in cuts if isinstance(c, bool) or not isinstance(c, int) or not 1 <= c <= marked]
+    if wrong:
+        raise UsageError(
+            f"cuts={list(cuts)}: {wrong[0]!r} is no mark of this trunk, whose forward calls segue.prime.cut_here() "
+            f"{marked} times. Give numbers from 1 to {marked}, [] for one whole graph, or leave cuts= out to have them "
+            "measured."
+        )
+    return tuple(sorted(set(cuts)))
+
+
+def patterns(marked: int) -> list[tuple[int, ...]]:
+    """The patterns worth measuring for a forward with ``marked`` marks: none, and a few that grow."""
+    found = [(), (1, 2, 4, 8, 16), (2, 10), (1, 4, 14)]
+    return list(dict.fromkeys(tuple(c for c in pattern if c < marked) for pattern in found))
+
+
+def quickest(
+    candidates: Sequence[tuple[int, ...]],
+    record: Callable[[tuple[int, ...]], BreakableCapture],
+    device: Device,
+) -> tuple[tuple[int, ...], BreakableCapture, dict[tuple[int, ...], float]]:
+    """Record each candidate, measure it from an idle device to an idle device, and keep the quickest.
+
+    Returns the pattern, its capture, and the seconds of each. The others are closed.
+    """
+    captures: dict[tuple[int, ...], BreakableCapture] = {}
+    seconds: dict[tuple[int, ...], float] = {}
+    try:
+        for candidate in candidates:
+            captures[candidate] = record(candidate)
+        for candidate, capture in captures.items():
+            seconds[candidate] = _median(capture, device)
+    except BaseException:
+        for capture in captures.values():
+            capture.close()
+        raise
+    best = min(seconds, key=lambda c: seconds[c])
+    for candidate, capture in captures.items():
+        if candidate != best:
+            capture.close()
+    return best, captures[best], seconds
+
+
+def _median(capture: BreakableCapture, device: Device) -> float:
+    taken = []
+    for i in range(_WARM + _RUNS):
+        device.synchronize()
+        start = time.perf_counter()
+        capture.replay()
+        device.synchronize()
+        if i >= _WARM:
+            taken.append(time.perf_counter() - start)
+    return statistics.median(taken)

@@ -1,0 +1,329 @@
+"""The prime graph: a whole fresh-prompt forward of one bucket, bound to a scratch cache of its own and copied out."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from segue import _torch, _where, devices
+from segue.capture import BreakableCapture, weak_ref_tensor
+from segue.capture.guards import one_capture
+from segue.capture.state import state
+from segue.devices import Device, Pool
+from segue.errors import CaptureError, SegueError, UsageError
+from segue.prime.body import Inputs, Reference, body, embed, reference
+from segue.prime.copyout import CopyOut
+from segue.prime.cuts import marks, patterns, pinned, quickest
+from segue.prime.requests import Batch, Limits, read, read_tokens
+from segue.prime.trunk import Trunk
+
+log = logging.getLogger("segue")
+
+
+@dataclass(frozen=True)
+class PrimeResult:
+    """What a run gives, the caller's own, one row for each prompt of the call; those of empty prompts are zero.
+
+    ``logits``: [requests, V]. ``hidden``: the last real row's state [requests, H].
+    """
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class PrimeGraph:
+    """A fresh prompt's forward, attention and cache writes too, as one graph of ``bucket`` rows. Captured at once.
+
+    A graph can't write into a session's cache, whose address differs each time. So it fills a scratch cache, and each
+    run copies from there exactly the prompt's own rows and states into the session.
+
+    Args:
+        trunk: the model, in eval mode.
+        bucket: rows of the graph; a run takes up to so many tokens, all its prompts together.
+        requests: the most prompts in a run.
+        cuts: after which of the trunk's marks the graph is cut, counted from 1; ``[]`` for one whole graph. By default
+            a few patterns are recorded and measured, and the quickest is kept, where the device can measure; one whole
+            graph elsewhere. :attr:`cuts` says which, to be pinned for other buckets: each pattern that lost holds its
+            graph's driver memory until the pool is retired.
+        device: as for :class:`~segue.BreakableCapture`; by default that of the trunk's cache.
+        pool: likewise; several graphs may share one, and do by default.
+        stream: likewise.
+
+    With ``SEGUE=off`` in the environment when it is made, nothing is captured and each run is eager.
+
+    Raises:
+        CaptureError: the forward reads the host, has a data-dependent shape, or finds no memory.
+        UsageError: the trunk doesn't keep to the protocol, is in training mode, or meets a break point.
+    """
+
+    def __init__(
+        self,
+        trunk: Trunk,
+        bucket: int,
+        requests: int = 1,
+        *,
+        cuts: Sequence[int] | None = None,
+        device: str | torch.device | Device | None = None,
+        pool: Pool | None = None,
+        stream: Any = None,
+    ) -> None:
+        self.name = f"prime graph of {bucket} rows" + (f" and {requests} requests" if requests > 1 else "")
+        _check_sizes(trunk, bucket, requests, self.name)
+        if state.capture is not None or state.pool is not None:
+            raise UsageError(f"{self.name}: it can't be captured inside another capture or replay. Make it beforehand")
+        self.trunk, self.bucket, self.requests = trunk, bucket, requests
+        self._held = _weights(trunk, self.name)
+        with torch.inference_mode(False):
+            self.scratch = trunk.new_cache(bucket, requests)
+        self._copy_out = CopyOut(trunk.state(self.scratch), bucket, requests, self.name)
+        place = self._copy_out.tensors[0].device
+        self.device: Device = devices.resolve(
+            pool.device if pool is not None and device is None else device, self._copy_out.tensors
+        )
+        if self.device.torch_device != place:
+            raise UsageError(
+                f"{self.name}: the trunk's cache is on {place}, and the graph on {self.device.name}. Give one device"
+            )
+        self.pool: Pool = pool if pool is not None else self.device.default_pool()
+        self._stream = stream if stream is not None else self.device.default_stream()
+        self._limits = Limits(self.name, bucket, requests, trunk.min_tokens, type(self.scratch), place)
+        self._reserve = getattr(trunk, "reserve", None)
+        example = self._example()
+        with torch.inference_mode():
+            parts = embed(trunk, example, self.name)
+            self._inputs = Inputs(parts[0], bucket, requests)
+            self._like = self._inputs.x
+            self._inputs.fill(parts, example)
+        self.off = os.environ.get("SEGUE", "").lower() == "off"
+        self.cuts: tuple[int, ...] = ()
+        self.measured: dict[tuple[int, ...], float] = {}  # seconds of each pattern, where cuts were measured
+        self.seconds = 0.0  # that the latest recording took
+        self._capture: BreakableCapture | None = None
+        self._recorded: dict[BreakableCapture, tuple[Tensor, Tensor]] = {}
+        if not self.off:
+            self._record_all(cuts)
+
+    @property
+    def graphs(self) -> int:
+        """Segments: one more than there are cuts."""
+        return 0 if self._capture is None else self._capture.graphs
+
+    @property
+    def capture(self) -> BreakableCapture | None:
+        """What was recorded, for those who look closely; None with ``SEGUE=off``."""
+        return self._capture
+
+    def run(self, tokens: Any, session: Any) -> PrimeResult:
+        """Run a fresh prompt and leave its state in ``session``; or several, with lists of both.
+
+        Args:
+            tokens: ids [n], a tensor or a sequence of numbers, ``min_tokens <= n <= bucket``. A list of them with a
+                list of sessions: prompts packed in one bucket, ``bucket`` tokens in all; one without tokens is empty
+                and costs nothing.
+            session: a fresh cache of the trunk's with room for the prompt. It is written only after everything else
+                went well.
+
+        Raises:
+            InputError: what was given doesn't fit: too many or too few tokens, a used session, one of another model,
+                dtype or device. ReplayError: something that the graph reads was re-pointed, or it was closed. Either
+                way the sessions are as they were.
+        """
+        if state.capture is not None:
+            raise UsageError(f"{self.name}: it was run inside a capture, which would record it. Run it outside")
+        as_caller = torch.is_inference_mode_enabled()
+        with self.pool.turn():
+            with torch.inference_mode():
+                batch = read(tokens, session, self._limits, self.trunk)
+                self._inputs.fill(embed(self.trunk, batch, self.name, self._like), batch)
+                logits, hidden = self._forward()
+            with torch.inference_mode(as_caller), torch.no_grad():
+                # From here the device is at work, and checking the sessions costs no time.
+                result = _owned(logits, hidden, batch)
+                states = self._states(batch)
+            with torch.inference_mode():
+                offsets = batch.offsets(self.requests)
+                pairs = [
+                    pair for r, s in states.items() for pair in self._copy_out.pairs(s, r, offsets[r], batch.lengths[r])
+                ]
+                self._copy_out.copy(pairs)
+            with torch.inference_mode(as_caller), torch.no_grad():
+                for r in states:
+                    self.trunk.set_length(batch.sessions[r], batch.lengths[r])
+        return result
+
+    def reference(self, tokens: Any) -> Reference:
+        """What a run of these tokens (ids, or a list of them) must equal: the trunk, eager, on a fresh cache."""
+        return reference(self.trunk, self.batch(tokens), self.bucket, self.requests, self.name)
+
+    def batch(self, tokens: Any) -> Batch:
+        """``tokens`` as :meth:`run` reads them, without sessions."""
+        several = isinstance(tokens, list | tuple) and any(not isinstance(t, int) for t in tokens)
+        ids = read_tokens(tokens if several else [tokens], self._limits, several)
+        return Batch(ids, [t.shape[0] for t in ids], [None] * len(ids))
+
+    def close(self) -> None:
+        """Forbid further runs. The memory goes back when no live graph shares the pool. May be called twice."""
+        if self._capture is not None:
+            self._capture.close()
+        self._recorded.clear()
+
+    def __enter__(self) -> PrimeGraph:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _forward(self) -> tuple[Tensor, Tensor]:
+        if self._capture is None:
+            self.trunk.reset(self.scratch)
+            return body(self.trunk, self._inputs.x, self._inputs.cu_seqlens, self.scratch, self.name)
+        self._capture.replay()
+        return self._recorded[self._capture]
+
+    def _states(self, batch: Batch) -> dict[int, Any]:
+        """The state of each session that gets some."""
+        found = {}
+        for r, n in enumerate(batch.lengths):
+            if n:
+                if self._reserve is not None:
+                    self._reserve(batch.sessions[r], n)
+                found[r] = self.trunk.state(batch.sessions[r])
+        return found
+
+    def _example(self) -> Batch:
+        """As many shortest prompts as fit, so that the capture's own forward is a plausible one."""
+        n = self.trunk.min_tokens
+        count = min(self.requests, self.bucket // n)
+        with torch.inference_mode(False):
+            ids = torch.zeros(n, dtype=torch.int64, device=self._limits.device)
+        return Batch([ids] * count, [n] * count, [None] * count)
+
+    def _record_all(self, cuts: Sequence[int] | None) -> None:
+        gc.collect()  # old graphs in reference cycles go now, not while another is being recorded
+        with one_capture, self.device.session(self.pool, self._stream), torch.inference_mode(), self.pool.turn():
+            marks.begin(None, ())
+            self.trunk.reset(self.scratch)
+            body(self.trunk, self._inputs.x, self._inputs.cu_seqlens, self.scratch, self.name)
+            marked = marks.end()
+        if cuts is not None:
+            self.cuts = pinned(cuts, marked)
+            self._capture = self._record(self.cuts)
+        elif not self.device.traits.timing:
+            self._capture = self._record(())
+        else:
+            self.cuts, self._capture, self.measured = quickest(patterns(marked), self._record, self.device)
+            log.info("segue: %s is cut after %s: %s", self.name, list(self.cuts), _milliseconds(self.measured))
+        self._recorded = {self._capture: self._recorded[self._capture]}
+        self._look_at_writes(self._capture)
+
+    def _record(self, cuts: tuple[int, ...]) -> BreakableCapture:
+        capture = BreakableCapture(
+            pool=self.pool, stream=self._stream, name=self.name, root=_Baked(self.trunk, self.scratch)
+        )
+        start = time.perf_counter()
+        with self._named_errors(), torch.inference_mode(), capture:
+            marks.begin(capture, cuts)
+            try:
+                self.trunk.reset(self.scratch)
+                logits, hidden = body(self.trunk, self._inputs.x, self._inputs.cu_seqlens, self.scratch, self.name)
+            finally:
+                marks.end()
+        # In the pool, outputs are only needed from a replay to the copy after it, which one turn covers.
+        self._recorded[capture] = self._weak(logits), self._weak(hidden)
+        self.seconds = time.perf_counter() - start
+        if capture.breaks:
+            capture.close()
+            raise UsageError(
+                f"{self.name}: the trunk's forward met {capture.breaks} break points. A prime graph has nothing live "
+                "between its segments: call the undecorated functions in the trunk, or capture it with a breakable "
+                "runner"
+            )
+        return capture
+
+    def _weak(self, t: Tensor) -> Tensor:
+        return weak_ref_tensor(t) if self.pool.owns(t) else t
+
+    def _look_at_writes(self, capture: BreakableCapture) -> None:
+        written = {_torch.storage_key(e.tensor) for e in capture.externals if e.written}
+        if _torch.storage_key(self._inputs.cu_seqlens) in written:
+            capture.close()
+            raise UsageError(
+                f"{self.name}: the trunk's forward writes cu_seqlens, which other layers read. Let it work on a copy"
+            )
+        self._inputs.written = _torch.storage_key(self._inputs.x) in written
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except SegueError:
+            raise
+        except RuntimeError as e:
+            if "captur" not in str(e):
+                raise
+            raise CaptureError(
+                f"{self.name}: {_where.raised(e)} can't be in a graph ({str(e).splitlines()[0]}): it reads the host, "
+                "copies from pageable memory, or its shape depends on the data. Keep the value in a tensor, or prepare "
+                "it in new_cache() or embed()"
+            ) from e
+
+
+class _Baked:
+    """What a prime graph reads, by name, for errors about it."""
+
+    def __init__(self, trunk: Trunk, scratch: Any) -> None:
+        self.trunk, self.scratch = trunk, scratch
+
+
+def _owned(logits: Tensor, hidden: Tensor, batch: Batch) -> PrimeResult:
+    count = len(batch.lengths)
+    result = PrimeResult(logits[:count].clone(), hidden[:count].clone())
+    for r, n in enumerate(batch.lengths):
+        if not n:
+            result.logits[r].zero_()
+            result.hidden[r].zero_()
+    return result
+
+
+def _check_sizes(trunk: Trunk, bucket: int, requests: int, name: str) -> None:
+    if trunk.min_tokens < 1:
+        raise UsageError(f"{name}: trunk.min_tokens={trunk.min_tokens} must be at least 1: a prompt has tokens")
+    if bucket < trunk.min_tokens:
+        raise UsageError(
+            f"{name}: the bucket is smaller than trunk.min_tokens={trunk.min_tokens}, so that no prompt fits"
+        )
+    if not 1 <= requests <= bucket:
+        raise UsageError(f"{name}: requests={requests} must be from 1 to the bucket's {bucket} rows")
+
+
+def _weights(trunk: Trunk, name: str) -> list[Tensor]:
+    """Aliases of all parameters and buffers: compiled code and C++ ops read them where no watching sees it.
+
+    Raises:
+        UsageError: a module is in training mode.
+    """
+    held: list[Tensor] = []
+    for root in (trunk, *getattr(trunk, "__dict__", {}).values()):
+        if isinstance(root, nn.Module):
+            for path, module in root.named_modules():
+                if module.training:
+                    raise UsageError(
+                        f"{name}: {type(module).__qualname__} {path!r} is in training mode, whose dropout and "
+                        "statistics would be frozen. Call .eval() on the model first"
+                    )
+            held += [t.detach() for t in (*root.parameters(), *root.buffers())]
+    return held
+
+
+def _milliseconds(measured: dict[tuple[int, ...], float]) -> str:
+    return ", ".join(f"{list(cuts)} {seconds * 1e3:.3f} ms" for cuts, seconds in measured.items())

@@ -1,0 +1,145 @@
+"""What a call of a prime graph asks for, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue.errors import InputError
+from segue.prime.trunk import Trunk
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Fresh prompts, packed one after the other.
+
+    ``ids``: token ids of each request [n] on the device. ``lengths``: their counts; 0 for an empty request.
+    ``sessions``: None where a request is empty and none was given.
+    """
+
+    ids: Sequence[Tensor]
+    lengths: Sequence[int]
+    sessions: Sequence[Any]
+
+    @property
+    def total(self) -> int:
+        return sum(self.lengths)
+
+    def offsets(self, requests: int) -> list[int]:
+        """``cu_seqlens`` of a graph for ``requests`` requests: those that the call doesn't have are empty."""
+        found = [0]
+        for r in range(requests):
+            found.append(found[-1] + (self.lengths[r] if r < len(self.lengths) else 0))
+        return found
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one graph takes. ``kind``: the type of its scratch cache, and of the sessions it fills."""
+
+    name: str
+    bucket: int
+    requests: int
+    min_tokens: int
+    kind: type
+    device: torch.device
+
+
+def read(tokens: Any, session: Any, limits: Limits, trunk: Trunk) -> Batch:
+    """The call as a batch.
+
+    Raises:
+        InputError: tokens or sessions that the graph can't take; names the request and what to do.
+    """
+    several = isinstance(session, list | tuple) and not (limits.requests == 1 and type(session) is limits.kind)
+    sessions = list(session) if several else [session]
+    ids = read_tokens(list(tokens) if several else [tokens], limits, several)
+    if len(sessions) != len(ids):
+        raise InputError(
+            f"{limits.name}: {len(ids)} prompts and {len(sessions)} sessions were given; give one session a prompt"
+        )
+    batch = Batch(ids, [t.shape[0] for t in ids], sessions)
+    seen: dict[int, int] = {}
+    for r, (one, n) in enumerate(zip(sessions, batch.lengths, strict=True)):
+        if n:
+            _check_session(one, r, limits, trunk)
+            if id(one) in seen:
+                raise InputError(
+                    f"{limits.name}: requests {seen[id(one)]} and {r} have the same session, and the second would "
+                    "overwrite the first. Give each prompt a session of its own"
+                )
+            seen[id(one)] = r
+    return batch
+
+
+def read_tokens(tokens: Sequence[Any], limits: Limits, several: bool) -> list[Tensor]:
+    """Token ids of each request, on the device, of lengths that the graph takes."""
+    if len(tokens) > limits.requests:
+        raise InputError(
+            f"{limits.name}: {len(tokens)} prompts were given, and its graph takes {limits.requests}. Make a "
+            f"PrimeGraph(requests={len(tokens)}), or run them one by one"
+        )
+    ids = [_ids(t, r, limits) for r, t in enumerate(tokens)]
+    for r, t in enumerate(ids):
+        n = t.shape[0]
+        if n < limits.min_tokens and not (several and n == 0):
+            raise InputError(
+                f"{limits.name}: request {r} has {n} tokens, fewer than the trunk's min_tokens={limits.min_tokens}. "
+                "Run it eagerly, or breakable"
+            )
+    total = sum(t.shape[0] for t in ids)
+    if total > limits.bucket:
+        raise InputError(
+            f"{limits.name}: {total} tokens are more than its bucket of {limits.bucket} rows holds. Use a graph of a "
+            "larger bucket, or prefill in chunks with a breakable runner"
+        )
+    if not total:
+        raise InputError(f"{limits.name}: there are no tokens in this call, so there is nothing to run")
+    return ids
+
+
+def _ids(tokens: Any, r: int, limits: Limits) -> Tensor:
+    if not isinstance(tokens, Tensor):
+        try:
+            tokens = torch.tensor(tokens if len(tokens) else [], dtype=torch.int64 if not len(tokens) else None)
+        except (TypeError, ValueError, RuntimeError) as e:
+            raise InputError(
+                f"{limits.name}: the tokens of request {r} are a {type(tokens).__qualname__} ({e}), {_WANTED}"
+            ) from None
+    if tokens.dim() == 2 and tokens.shape[0] == 1:
+        tokens = tokens[0]
+    if tokens.dim() != 1 or tokens.dtype not in _INTEGERS:
+        raise InputError(
+            f"{limits.name}: the tokens of request {r} are {tokens.dtype} {tuple(tokens.shape)}, {_WANTED}. Several "
+            "prompts are a list of tensors, with a list of sessions"
+        )
+    if tokens.device != limits.device:
+        if tokens.device.type != "cpu":
+            raise InputError(
+                f"{limits.name} is on {limits.device}, and the tokens of request {r} on {tokens.device}. Move them"
+            )
+        tokens = tokens.to(limits.device, non_blocking=True)
+    return tokens
+
+
+_WANTED = "not token ids: an integer tensor [n]"
+
+
+def _check_session(session: Any, r: int, limits: Limits, trunk: Trunk) -> None:
+    if type(session) is not limits.kind:
+        raise InputError(
+            f"{limits.name}: the session of request {r} is a {type(session).__qualname__}, and this trunk's caches are "
+            f"{limits.kind.__qualname__}: it is of another model. Give one that the trunk's new_cache() made"
+        )
+    used = trunk.get_length(session)
+    if used:
+        raise InputError(
+            f"{limits.name}: the session of request {r} holds {used} tokens already. A prime graph starts from a fresh "
+            "cache and would overwrite them; extend a used session eagerly, or breakable"
+        )

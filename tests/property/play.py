@@ -1,0 +1,182 @@
+"""Playing a case: every capture and replay beside its reference, on poisoned memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from property.programs import Program, outputs_as
+from property.strategies import BareCase, Call, RunnerCase
+from property.world import MOST_ROWS, WIDTH, Context, World, differs
+from torch import Tensor
+
+import segue
+from segue.capture import reference_frame
+from segue.devices import Device
+from segue.runner import GraphRunner, Input
+
+
+def values(n: int, seed: int, device: torch.device) -> Tensor:
+    """[n, 3] float32, the first rows of the same values whatever n."""
+    g = torch.Generator().manual_seed(seed)
+    return (torch.randint(-16, 17, (MOST_ROWS, WIDTH), generator=g) / 8.0)[:n].to(device)
+
+
+def pool_of(device: Device) -> Any:
+    pool = device.new_pool()
+    if hasattr(pool, "poison_freed"):
+        pool.poison_freed = True
+    return pool
+
+
+def compare(what: str, got: list[Tensor], want: list[Tensor]) -> None:
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert not differs(a, b), f"{what} {i} differs from the reference:\n{a}\ninstead of\n{b}"
+
+
+def eager_agrees(program: Program, got: list[Tensor], n: int, x: Tensor, world: World, seed: int) -> None:
+    """Plain eager on unpadded rows, where padding can't show by construction: the same to rounding on real rows."""
+    if not (program.token_wise and program.smooth):
+        return
+    world.context(seed)
+    eager = program.run(x[:n].clone(), world)
+    for i, (a, b, (_, kind)) in enumerate(zip(got, eager, program.returned, strict=False)):
+        a = a[:n] if kind in ("rows", "half", "low", "ints", "wide") else a
+        close = torch.allclose(a.float(), b.float(), rtol=1e-3, atol=1e-3, equal_nan=True)
+        assert close, f"result {i} differs from eager on {n} unpadded rows:\n{a}\ninstead of\n{b}"
+
+
+class Bare:
+    """Bare captures of one program, one for each bucket."""
+
+    def __init__(self, case: BareCase, device: Device) -> None:
+        self.case, self.device, self.place = case, device, device.torch_device
+        self.world = World.make(self.place, 1)
+        self.pools = [pool_of(device), pool_of(device)]
+        self.inputs: dict[int, Tensor] = {}
+        self.captures: dict[int, segue.BreakableCapture] = {}
+        self.outs: dict[int, list[Tensor]] = {}
+        self.contexts: list[tuple[Context, list[Tensor]]] = []
+
+    def play(self) -> None:
+        case = self.case
+        with torch.inference_mode():
+            for i, (bucket, valid) in enumerate(zip(case.buckets, case.at_capture, strict=True)):
+                self.capture(i, bucket, valid if case.rows else bucket)
+                for call in case.calls[i]:
+                    self.replay(call)
+            if case.closes and len(case.buckets) > 1:
+                self.captures[case.buckets[0]].close()
+                for call in case.calls[-1]:
+                    if call.bucket != case.buckets[0]:
+                        self.replay(call)
+        for capture in self.captures.values():
+            capture.close()
+
+    def capture(self, i: int, bucket: int, valid: int) -> None:
+        self.inputs[bucket] = torch.empty(bucket, WIDTH, device=self.place)
+        capture = segue.BreakableCapture(
+            rows=bucket if self.case.rows else None, valid_rows=valid if self.case.rows else None,
+            pool=self.pools[self.case.apart >> i & 1], device=self.device,
+        )  # fmt: skip
+        kept: list[Tensor] = []
+
+        def run(x: Tensor) -> list[Tensor]:
+            with segue.active_forward(self.world.ctx), capture:
+                kept.extend(self.case.program.run(x, self.world))
+            return [t.clone() for t in kept]
+
+        self.beside(Call(bucket, valid, 7), valid if self.case.rows else None, run, f"capture of {bucket}, {valid} valid: result")
+        self.captures[bucket] = capture
+        self.outs[bucket] = [segue.weak_ref_tensor(t) if self.case.weak and capture.pool.owns(t) else t for t in kept]
+
+    def replay(self, call: Call) -> None:
+        # Without rows= there is no telling how far a cut result is to be padded up again.
+        valid = None if not self.case.rows and self.case.program.cuts else call.valid
+
+        def run(x: Tensor) -> list[Tensor]:
+            with segue.active_forward(self.world.ctx):
+                self.captures[call.bucket].replay(valid_rows=valid)
+            return [t.clone() for t in self.outs[call.bucket]]
+
+        self.beside(call, valid, run, f"{call}: result")
+
+    def beside(self, call: Call, valid: int | None, run: Any, what: str) -> None:
+        """Run the reference in a world of its own, then ``run``, and compare results, world, context and input."""
+        x = self.inputs[call.bucket]
+        x.copy_(values(call.bucket, call.seed, self.place))
+        if self.case.tail != "random":
+            x[call.valid :] = 0.0 if self.case.tail == "zero" else float("nan")
+        apart, x_apart, eager, x_eager = self.world.clone(), x.clone(), self.world.clone(), x.clone()
+        theirs, ours = apart.context(call.seed), self.world.context(call.seed)
+        torch.manual_seed(call.seed)
+        with segue.active_forward(theirs), reference_frame(call.bucket if self.case.rows else None, valid):
+            want = [t.clone() for t in self.case.program.run(x_apart, apart)]
+        for pool in self.pools:
+            pool.poison()
+        torch.manual_seed(call.seed)
+        got = run(x)
+        compare(what, got, want)
+        compare(f"{what} aside, world tensor", self.world.tensors(), apart.tensors())
+        compare(f"{what} aside, context tensor", ours.tensors(), theirs.tensors())
+        compare(f"{what} aside, input", [x], [x_apart])
+        self.contexts.append((ours, [t.clone() for t in ours.tensors()]))
+        for ctx, before in self.contexts:
+            compare(f"{what} aside, an older context's tensor", ctx.tensors(), before)
+        if self.case.rows:
+            with segue.active_forward(eager.context(call.seed)):
+                eager_agrees(self.case.program, got, call.valid, x_eager, eager, call.seed)
+
+
+def play_runner(case: RunnerCase, device: Device) -> None:
+    """Serve calls with a runner; each beside its reference."""
+    place, world, pool = device.torch_device, World.make(device.torch_device, 2), pool_of(device)
+
+    def forward(x: Tensor) -> Any:
+        return outputs_as(case.outputs, case.program.run(x, world))
+
+    def forward_of_ctx(x: Tensor, ctx: Any) -> Any:
+        return outputs_as(case.outputs, case.program.run(x, world))
+
+    runner = GraphRunner(
+        forward_of_ctx if case.takes_ctx else forward, {"x": Input(token_dim=0, pad=case.pad)}, case.buckets, pool=pool,
+        device=device, progress=False, outputs="lease" if case.lease else "copy",
+        capture_ctx=(lambda bucket: world.context(bucket)) if case.capture_ctx else None,
+    )  # fmt: skip
+    with runner, torch.inference_mode():
+        if case.explicit is not None:
+            before = world.clone()
+            runner.capture(values(case.explicit, 3, place), ctx=world.context(3))
+            compare("capture() left a trace: world tensor", world.tensors(), before.tensors())
+        for seed, n in enumerate(case.lengths):
+            _call(case, runner, world, pool, n, seed, place)
+        assert not runner.stats.eager, runner.stats
+
+
+def _call(case: RunnerCase, runner: GraphRunner, world: World, pool: Any, n: int, seed: int, place: torch.device) -> None:
+    x = values(n, seed, place)
+    before = world.clone()
+    theirs = world.context(seed)
+    torch.manual_seed(seed)
+    want = _tensors(runner.reference(x.clone(), ctx=theirs))
+    after = world.clone()
+    world.restore(before)
+    ours = world.context(seed)
+    pool.poison()
+    torch.manual_seed(seed)
+    answer = runner(x, ctx=ours)
+    got = [t.clone() for t in _tensors(answer.value if case.lease else answer)]
+    what = f"call {seed} of {n} rows: result"
+    compare(what, got, want)
+    compare(f"{what} aside, world tensor", world.tensors(), after.tensors())
+    compare(f"{what} aside, context tensor", ours.tensors(), theirs.tensors())
+    with segue.active_forward(before.context(seed)):
+        eager_agrees(case.program, got, n, x, before, seed)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [value["first"], *(t for t in value["rest"] if t is not None)]
+    return list(value)

@@ -1,0 +1,123 @@
+"""Arguments: bound like the function's own signature."""
+
+from __future__ import annotations
+
+import enum
+import functools
+
+import pytest
+import torch
+
+from runner.rows import close
+from segue.errors import InputError
+from segue.runner import Input
+from segue.runner.binding import Binder
+
+X = {"x": Input(0, 0.0)}
+
+
+class Mode(enum.Enum):
+    A = 1
+    B = 2
+
+
+def key(fn, *args, inputs=X, **kwargs):
+    binder = Binder(fn, inputs)
+    binder.place(torch.device("cpu"))
+    return binder.read(args, kwargs, kwargs.pop("ctx", None)).key
+
+
+def test_positions_names_and_defaults_are_the_functions_own(make, model):
+    def fn(a, /, x, b=2, *, c=3):
+        return x * a + b - c
+
+    runner = make(fn, X, [8], max_variants=9)
+    x = model.x(5)
+    for _ in range(3):
+        assert close(runner(4, x), fn(4, x)) and close(runner(4, x, 5, c=6), fn(4, x, 5, c=6))
+        assert close(runner(4, c=6, b=5, x=x), fn(4, x, 5, c=6))
+    assert runner.stats.captured == 2
+
+
+def test_the_context_may_stand_anywhere_in_the_signature(make, model):
+    seen = []
+
+    def fn(ctx, x, scale=1):
+        seen.append(ctx)
+        return x * scale
+
+    runner = make(fn, X, [8])
+    x = model.x(5)
+    runner("first", x), runner(x=x, ctx="second")
+    assert seen == ["first", "second"]
+
+
+def test_a_module_a_method_and_a_partial_are_bound_by_their_parameters(make, device):
+    module = torch.nn.Linear(4, 4).to(device.torch_device).eval()
+    x = torch.randn(3, 4, device=device.torch_device)
+
+    def scaled(x, by):
+        return x * by
+
+    for fn, name in ((module, "input"), (module.forward, "input"), (functools.partial(scaled, by=3), "x")):
+        runner = make(fn, {name: Input(0, 0.0)}, [4])
+        for _ in range(3):
+            assert close(runner(x), fn(x)) and close(runner(**{name: x}), fn(x))
+
+
+def test_declared_names_may_go_into_keyword_arguments(make, model):
+    def fn(x, **more):
+        return x + more["y"]
+
+    runner = make(fn, {"x": Input(0, 0.0), "y": Input(0, 0.0)}, [8])
+    for i in range(3):
+        assert close(runner(model.x(5), y=model.x(5, i)), model.x(5) + model.x(5, i))
+    with pytest.raises(InputError, match="has no argument 'z'"):
+        runner(model.x(5), y=model.x(5), z=1)
+
+
+def test_flags_are_part_of_the_variant_with_their_type():
+    def fn(x, flag=None):
+        return x
+
+    x = torch.zeros(3)
+    flags = [None, True, 1, 1.0, "a", Mode.A, Mode.B, torch.float32, (1, "a"), (True, "a")]
+    assert len({key(fn, x, flag) for flag in flags}) == len(flags)
+    assert key(fn, x, 2.5) == key(fn, x, flag=2.5)
+
+
+def test_presence_of_a_context_argument_is_part_of_the_variant():
+    def fn(x, ctx=None):
+        return x
+
+    x, binder = torch.zeros(3), Binder(fn, X)
+    binder.place(torch.device("cpu"))
+    assert binder.read((x,), {}, None).key != binder.read((x,), {}, object()).key == binder.read((x,), {}, 5).key
+
+
+def test_a_default_that_is_no_plain_value_is_left_alone(make, model):
+    marker = object()
+
+    def fn(x, how=marker):
+        return x * 2 if how is marker else x
+
+    runner = make(fn, X, [8])
+    for _ in range(3):
+        assert close(runner(model.x(5)), model.x(5) * 2)
+
+
+def test_tensors_from_inference_mode_are_taken_outside_it(make, model):
+    with torch.inference_mode():
+        x = model.x(5)
+        y = x + 0
+    runner = make(lambda x: x * 2, X, [8])
+    for _ in range(3):
+        assert close(runner(y), model.x(5) * 2)
+
+
+def test_strided_inputs_are_taken_as_they_are(make, model):
+    runner = make(lambda x: x * 2, X, [8])
+    wide = model.x(12)
+    for view in (wide[::3], wide.t()[:4].t()[:4], wide[:1].expand(5, 4)):
+        for _ in range(3):
+            assert close(runner(view), view * 2)
