@@ -11,9 +11,9 @@ _TIMED = """
 import json, sys, time
 import torch
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()  # of this process: a busy machine makes an import late, not slow
 import segue
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print(json.dumps({"seconds": seconds, "new": sorted(set(sys.modules) - before)}))
 """
 
@@ -27,8 +27,7 @@ def imported() -> dict[str, Any]:
 
 
 def test_import_adds_less_than_100_ms_to_that_of_torch() -> None:
-    # The least of a few: other processes make a start slower, never quicker.
-    assert min(imported()["seconds"] for _ in range(5)) < 0.1
+    assert min(imported()["seconds"] for _ in range(3)) < 0.1
 
 
 def test_import_brings_in_neither_dynamo_nor_transformers_nor_the_command_line() -> None:

@@ -14,15 +14,24 @@ from segue.capture import (
     weak_ref_tensor,
 )
 from segue.errors import SegueError
+from segue.integrations.transformers import accelerate
 from segue.prime import PrimeGraph, Rows, Trunk, Whole
+from segue.runner import Decision, GraphRunner, Input, Ladder, Lease, Stats
 
 __all__ = [
     "BreakableCapture",
+    "Decision",
+    "GraphRunner",
+    "Input",
+    "Ladder",
+    "Lease",
     "PrimeGraph",
     "Rows",
     "SegueError",
+    "Stats",
     "Trunk",
     "Whole",
+    "accelerate",
     "active_forward",
     "break_here",
     "break_point",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +25,15 @@ def _load() -> ModuleType:
         sys.modules["hybrid"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["hybrid"])
     return sys.modules["hybrid"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> Iterator[None]:
+    """Each capture collects garbage first, which takes long with all that a test run has imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def test_running_out_of_memory_names_the_bucket_and_earlier_buckets_work(make, m
 
     runner = make(fn, INPUTS, [4, 8])
     runner(model.x(3)), runner(model.x(3)), runner(model.x(8))
-    with pytest.raises(CaptureError, match=r"bucket 8: out of memory while capturing: .*2.00 GiB.*memory_budget"):
+    with pytest.raises(CaptureError, match=r"bucket 8: out of memory while recording .*2.00 GiB.*memory budget"):
         runner(model.x(8))
     assert close(runner(model.x(3)), model.x(3) * 2)
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segue.capture.context import ContextMap, getter, is_plain, show
+from segue.capture.context import ContextMap, Path, getter, is_plain, show
 from segue.capture.state import state
 from segue.capture.structure import parts_of, with_children
 from segue.capture.watch import Watch
 from segue.capture.weak import weak_ref_tensor
-from segue.errors import CaptureError
+from segue.errors import CaptureError, ReplayError
 
 Make = Callable[[], Any]  # gives an argument's value for the forward that is running
 
@@ -91,9 +91,8 @@ class Bound:
 
     def _bind(self, name: str, value: Any) -> tuple[bool, Any]:
         """``(True, value)`` for what never changes, ``(False, make)`` for what is asked for at each replay."""
-        if (path := self._map.find(value)) is not None:
-            get = getter(path)
-            return False, lambda: _read(get, path, name, self._where)
+        if paths := self._map.paths(value):
+            return False, _read_live(paths, name, self._where)
         if isinstance(value, Tensor):
             return True, self._tensor(name, value)
         if is_plain(value):
@@ -109,8 +108,9 @@ class Bound:
         if self._watch.pool.owns(t):
             self._watch.prove(t, f"the argument {name!r} of a break")
             return weak_ref_tensor(t)
-        if (path := self._map.find_memory(t)) is not None:
-            self.context_tensors[show(path)] = getter(path), t
+        for path in self._map.find_memory(t):
+            get = getter(path)
+            self.context_tensors[show(path)] = get, get(state.ctx)
         return t
 
     def _container(self, name: str, value: Any) -> tuple[bool, Any]:
@@ -128,6 +128,34 @@ class Bound:
             "context doesn't hold; a replay would go on using this one. Put it on the context given to active_forward() "
             "(two levels deep is found), read it inside the break, or pass its tensors and numbers."
         )
+
+
+def _read_live(paths: list[Path], name: str, where: str) -> Make:
+    """What lies at the first path. Where the capture's context had one object at several, it must be one in every context."""
+    path, get = paths[0], getter(paths[0])
+    others = [(other, getter(other)) for other in paths[1:]]
+    if not others:
+        return lambda: _read(get, path, name, where)
+
+    def read() -> Any:
+        now = _read(get, path, name, where)
+        for other, get_other in others:
+            if _or_none(get_other) is not now:
+                raise ReplayError(
+                    f"{where}: argument {name!r} was both {show(path)} and {show(other)} at capture, and in this forward's "
+                    "context these are two objects, so which one is meant can't be told. Read it inside the break, from "
+                    "current_forward_ctx(), or give the capture a context in which they differ too."
+                )
+        return now
+
+    return read
+
+
+def _or_none(get: Callable[[Any], Any]) -> Any:
+    try:
+        return get(state.ctx)
+    except (AttributeError, KeyError, IndexError, TypeError):
+        return None
 
 
 def _read(get: Callable[[Any], Any], path: Any, name: str, where: str) -> Any:

@@ -210,7 +210,7 @@ class Break:
                 return _ignore, seen[id(value)]
             seen[id(value)], handoff = first_result(
                 value, token_dim, rows=state.rows, valid=state.valid, cuts_rows=cuts_rows,
-                argument_memory=_in(value, memory) and contexts.find_memory(value) is None, cut_memory=_in(value, cut),
+                argument_memory=_in(value, memory) and not contexts.find_memory(value), cut_memory=_in(value, cut),
                 allocate=allocate, path=path, where=self.where,
             )  # fmt: skip
             self._weaken(handoff)

@@ -48,31 +48,42 @@ class ContextMap:
     """Where each object within two levels of a context is to be found, by identity."""
 
     def __init__(self, ctx: Any) -> None:
-        self._paths: dict[int, Path] = {}
-        self._storages: dict[int, Path] = {}
+        self._paths: dict[int, list[Path]] = {}
+        self._storages: dict[int, list[Path]] = {}
         self._keep: list[Any] = []  # ids stay taken while the map lives
         if ctx is not None:
-            self._add(ctx, (), 2)
+            self._add(ctx)
 
     def find(self, value: Any) -> Path | None:
         """The path to ``value``, if it is the context or an object within two levels of it. Plain values have none."""
-        return None if is_plain(value) else self._paths.get(id(value))
+        paths = self.paths(value)
+        return paths[0] if paths else None
 
-    def find_memory(self, t: Tensor) -> Path | None:
-        """The path to a tensor of the context that shares ``t``'s storage."""
-        return self._storages.get(_torch.storage_key(t)) if self._storages else None
+    def paths(self, value: Any) -> list[Path]:
+        """Every path to ``value``, the shortest first: what is one object now may be two in another forward's context."""
+        return [] if is_plain(value) else self._paths.get(id(value), [])
 
-    def _add(self, value: Any, path: Path, depth: int) -> None:
-        if is_plain(value) or id(value) in self._paths:
-            return
-        self._paths[id(value)] = path
-        self._keep.append(value)
-        if isinstance(value, Tensor):
-            if value.layout is torch.strided:
-                self._storages.setdefault(_torch.storage_key(value), path)
-        elif depth:
-            for step, child in children(value):
-                self._add(child, (*path, step), depth - 1)
+    def find_memory(self, t: Tensor) -> list[Path]:
+        """The paths to tensors of the context that share ``t``'s storage."""
+        return self._storages.get(_torch.storage_key(t), []) if self._storages else []
+
+    def _add(self, ctx: Any) -> None:
+        # Level by level, so that what is within reach by a short path isn't missed for a longer one that was met first.
+        level: list[tuple[Any, Path]] = [(ctx, ())]
+        for deeper in (True, True, False):
+            below: list[tuple[Any, Path]] = []
+            for value, path in level:
+                if is_plain(value):
+                    continue
+                known = self._paths.setdefault(id(value), [])
+                known.append(path)
+                if isinstance(value, Tensor):
+                    if value.layout is torch.strided:
+                        self._storages.setdefault(_torch.storage_key(value), []).append(path)
+                elif deeper and len(known) == 1:
+                    below += [(child, (*path, step)) for step, child in children(value)]
+                self._keep.append(value)
+            level = below
 
 
 def children(value: Any) -> Iterator[tuple[Step, Any]]:

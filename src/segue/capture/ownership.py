@@ -70,9 +70,10 @@ class Ownership:
             place = places.get(_torch.storage_key(external.tensor))
             if place is not None:
                 named.append((place, external))
-            elif (path := contexts.find_memory(external.tensor)) is not None:
-                get = getter(path)
-                self._context.append((show(path), get, get(state.ctx).data_ptr(), external))
+            elif paths := contexts.find_memory(external.tensor):
+                for path in paths:
+                    get = getter(path)
+                    self._context.append((show(path), get, get(state.ctx).data_ptr(), external))
             else:
                 self.unnamed.append(external)
         self.named = [(place.name, external) for place, external in named]

@@ -66,6 +66,7 @@ class BreakableCapture:
         self._graphs: list[Segment] = []
         self._root = root
         self._watch = Watch(self.pool, self.name, on_write)
+        self._at_end: list[Callable[[], object]] = []
         self._recording: Recording | None = None
         self._program: Program | None = None
         self._error: BaseException | None = None  # the first one of this capture, while it lasts
@@ -142,6 +143,8 @@ class BreakableCapture:
                 first = self._watch.error
             if first is None:
                 self._program = self._finish()
+                for fn in self._at_end:
+                    fn()
         except BaseException as e:
             first = e
         try:
@@ -168,6 +171,11 @@ class BreakableCapture:
             raise first
         finally:
             del first, error  # the traceback holds this frame, and the frames of the forward with all their tensors
+
+    def at_end(self, fn: Callable[[], object]) -> None:
+        """Have ``fn()`` called when the whole forward has run, while nothing else can replay in the pool. If it raises, the
+        capture has failed. Inside the ``with`` only."""
+        self._at_end.append(fn)
 
     def add_eager(self, fn: Callable[[], Any]) -> Any:
         """End the segment, run ``fn()`` now and at every replay, and go on recording. Returns its (handed-off) result.
@@ -236,6 +244,7 @@ class BreakableCapture:
     def _fail(self, error: BaseException) -> None:
         """Remember what happened as text: the exception itself would keep the forward's tensors alive."""
         self._status, self._failure = "failed", f"{type(error).__name__}: {error}"
+        self._program = None
         self._error = self._watch.error = None
         self._steps.clear()
 

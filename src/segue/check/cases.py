@@ -91,9 +91,7 @@ def other_values(call: Call, binder: Binder) -> Call:
 def with_tensors(call: Call, tensors: list[Tensor | None], binder: Binder) -> Call:
     """A call like ``call`` with other tensors, under its own key."""
     key = () if binder._plain_key else binder._key(call.values, tensors, call.ctx)
-    new = Call(call.values, call.ctx, tensors, key, call.tokens, call.requests, call.foreign)
-    new.specs = list(call.specs)
-    return new
+    return Call(call.values, call.ctx, tensors, key, call.tokens, call.requests, call.foreign)
 
 
 def perturb_tails(tensors: Sequence[Tensor | None], case: Case, binder: Binder) -> None:
@@ -101,9 +99,8 @@ def perturb_tails(tensors: Sequence[Tensor | None], case: Case, binder: Binder) 
 
     Integer inputs keep their padding: an index may be out of range otherwise. So do masks, whose padding has a meaning.
     """
-    specs = dict(case.call.specs)
     for leaf, t in zip(binder.leaves, tensors, strict=True):
-        spec = leaf.spec or specs.get(leaf)
+        spec = leaf.spec
         if t is None or spec is None or spec.dim is None:
             continue
         real = (case.tokens if leaf.token else case.call.requests) + leaf.extra
@@ -130,7 +127,7 @@ def _free(leaf: Leaf, t: Tensor) -> bool:
 
 
 def _made_up(leaf: Leaf, base: Call) -> Tensor | None:
-    spec = leaf.spec or dict(base.specs).get(leaf)
+    spec = leaf.spec
     if spec is None:
         return None
     rows = (base.tokens if leaf.token else base.requests) + leaf.extra

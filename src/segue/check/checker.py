@@ -27,6 +27,7 @@ from segue.runner.capturing import synthetic
 from segue.runner.runner import GraphRunner
 
 _PADDING = "Move it into a break point that trims its arguments, break_point(trim=...), or keep padded rows out of it"
+_UNTRACED = "No single op shows where it begins"
 Group = tuple[str, int]  # variant, bucket
 
 
@@ -91,6 +92,8 @@ class _Checker:
 
     def _lab(self) -> Lab:
         lab = Lab(self.runner, self.world, self.device.new_pool(), self.args, self.kwargs)
+        if self._labs:
+            lab.learn([leaf.spec for leaf in self.first.binder.leaves])
         self._labs.append(lab)
         return lab
 
@@ -103,6 +106,7 @@ class _Checker:
             args, kwargs = (), binder.placed(dict(zip(binder.names, values, strict=True)), tensors)
             self.notes["no example was given, so all rows are the same: give one for a sharper check"] = None
         call = binder.read(args, kwargs, None if self.world.varied else ctx)
+        binder.keep(call)
         call.ctx = self.world.context(call.tokens, 0) if self.world.varied else call.ctx
         return tried.with_tensors(call, call.tensors, binder)
 
@@ -142,11 +146,11 @@ class _Checker:
         """Capture every bucket: the first laboratory on the longest call, the other one on the shortest with other values."""
         done: dict[Group, Recorded] = {}
         for group in order:
-            cases = self.groups[group]
+            case = self.groups[group][0 if lab is self.first else -1]
             try:
-                done[group] = lab.capture(cases[0] if lab is self.first else cases[-1])
+                done[group] = lab.capture(case)
             except Exception as e:
-                self._failed(e, f"capturing {cases[0].label}", group)
+                self._failed(e, f"capturing {case.label}", group)
         return done
 
     def _references(self, group: Group, chosen: Sequence[Case]) -> Iterator[tuple[Case, Outcome]]:
@@ -215,6 +219,8 @@ class _Checker:
             if wrong:
                 rows = Rows(case.bucket, case.bucket, case.tokens, exact=True)
                 where, text = self._traced(other, lab.reference(case, OpLog("values")), rows)
+                if text == _UNTRACED and group in self.blamed:
+                    continue  # more of what was found already
                 why = f"{case.label}: {cause} ({next(iter(wrong))}). {text}"
                 self._add(Finding(kind, where, f"{why}. {mend}."), group)
 
@@ -261,11 +267,13 @@ class _Checker:
         wrong, _ = differing(got, want, rows.exact, self.trash)
         found = origin(want.log, got.log, wrong.values(), rows)
         if found is None:
-            return _where.of(self.runner.fn), "No single op shows where it begins"
+            return _where.of(self.runner.fn), _UNTRACED
         op = found.op
         inside = ", in a break," if op.inside else ""
         sources = f" (it reads what {'; '.join(found.from_)} made)" if found.from_ else ""
         text = f"It begins at {op.name}{inside} at {op.where}{sources}, whose result {found.how}"
+        if found.allocated:
+            text += f"; part of it comes from memory that {found.allocated} allocated"
         if found.path:
             text = f"It begins at {op.name}{inside} at {op.where}, which only one of the two runs"
         return op.where, text

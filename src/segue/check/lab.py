@@ -20,7 +20,7 @@ from segue.check.outcome import Outcome, Value, outputs_of, state_of, whole
 from segue.check.steady import Contents, PlainValues
 from segue.devices import Pool
 from segue.runner.attributes import plain_values
-from segue.runner.binding import Call
+from segue.runner.inputs import Spec
 from segue.runner.outputs import owned
 from segue.runner.plan import Plan
 from segue.runner.runner import GraphRunner
@@ -83,8 +83,12 @@ class Lab:
         self.buckets = self.runner._ready(args, kwargs)
         self.buckets._told = True  # that no break was met is said in the report
         self.recorder, self.binder = self.buckets.recorder, self.buckets.recorder.binder
-        for mine, theirs in zip(self.binder.leaves, runner._binder.leaves, strict=True):
-            mine.spec = mine.spec or theirs.spec
+        self.learn([leaf.spec for leaf in runner._binder.leaves])
+
+    def learn(self, specs: Sequence[Spec | None]) -> None:
+        """Take what is known of the inputs from elsewhere."""
+        for leaf, spec in zip(self.binder.leaves, specs, strict=True):
+            leaf.spec = leaf.spec or spec
 
     def close(self) -> None:
         self.runner.close()
@@ -204,8 +208,3 @@ class Lab:
                 yield writes
         finally:
             writes.put_back()
-
-
-def example_call(lab: Lab, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any) -> Call:
-    """The example, bound and checked."""
-    return lab.binder.read(args, dict(kwargs), ctx)

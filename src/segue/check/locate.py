@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from segue.check.compare import Rows, difference
-from segue.check.oplog import Op, OpLog
+from segue.check.oplog import EMPTY, Op, OpLog
 
 _AHEAD = 64  # ops looked at to find where two forwards meet again
 
@@ -14,13 +14,14 @@ _AHEAD = 64  # ops looked at to find where two forwards meet again
 @dataclass(frozen=True)
 class Origin:
     """``op``: where it begins; ``other``: the same op of the other forward, None where that one doesn't run it. ``how``: its
-    results differ. ``from_``: who wrote what it read.
+    results differ. ``from_``: who wrote what it read. ``allocated``: who made uninitialised memory that it depends on.
     """
 
     op: Op
     other: Op | None
     how: str
     from_: tuple[str, ...]
+    allocated: str = ""
 
     @property
     def path(self) -> bool:
@@ -55,6 +56,7 @@ def origin(a: OpLog, b: OpLog, wrong: Iterable[int], rows: Rows, *, recorded: bo
     partner = {id(x): y for x, y in align(*ours) if x is not None}
     need, overwritten = set(wrong), set[int]()
     found: Origin | None = None
+    allocated = ""
     for i in range(len(a.ops) - 1, -1, -1):
         op = a.ops[i]
         stale = recorded and not overwritten.isdisjoint(op.writes)
@@ -62,7 +64,9 @@ def origin(a: OpLog, b: OpLog, wrong: Iterable[int], rows: Rows, *, recorded: bo
         if not need.intersection(op.writes):
             continue
         other = partner.get(id(op))
-        if op.ours or stale:
+        if op.name in EMPTY:
+            allocated = allocated or ("" if op.ours else f"{op.name} at {op.where}")
+        elif op.ours or stale:
             need.update(op.reads)
         elif other is None:
             need.update(op.reads)
@@ -70,7 +74,7 @@ def origin(a: OpLog, b: OpLog, wrong: Iterable[int], rows: Rows, *, recorded: bo
         elif how := _differ(op, other, rows):
             need.update(op.reads)
             found = Origin(op, other, how, _sources(op, a.ops[:i]))
-    return found
+    return found and replace(found, allocated=allocated)
 
 
 def _differ(op: Op, other: Op, rows: Rows) -> str:

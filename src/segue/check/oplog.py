@@ -26,7 +26,7 @@ _SEEN_THROUGH = (  # frames between an op and whoever asked for it
     os.path.join(_SEGUE, "devices") + os.sep,
     os.path.join(_SEGUE, "capture", "watch.py"),
 )
-_EMPTY = {
+EMPTY = {
     "aten::empty.memory_format", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted", "aten::new_empty",
     "aten::new_empty_strided",
 }  # fmt: skip
@@ -136,7 +136,7 @@ class Trace(TorchDispatchMode):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         if self._fill is not None and isinstance(result, Tensor) and result.dtype in _FLOATS:
-            if _torch.op_name(func) in _EMPTY:
+            if _torch.op_name(func) in EMPTY:
                 result.fill_(self._fill)
         return result
 

@@ -212,9 +212,14 @@ class PrimeGraph:
         gc.collect()  # old graphs in reference cycles go now, not while another is being recorded
         with one_capture, self.device.session(self.pool, self._stream), torch.inference_mode(), self.pool.turn():
             marks.begin(None, ())
+            version = self._inputs.cu_seqlens._version
             self.trunk.reset(self.scratch)
             body(self.trunk, self._inputs.x, self._inputs.cu_seqlens, self.scratch, self.name)
             marked = marks.end()
+            if self._inputs.cu_seqlens._version != version:
+                raise UsageError(
+                    f"{self.name}: the trunk's forward writes cu_seqlens, which other layers read. Let it work on a copy"
+                )
         if cuts is not None:
             self.cuts = pinned(cuts, marked)
             self._capture = self._record(self.cuts)
@@ -224,11 +229,12 @@ class PrimeGraph:
             self.cuts, self._capture, self.measured = quickest(patterns(marked), self._record, self.device)
             log.info("segue: %s is cut after %s: %s", self.name, list(self.cuts), _milliseconds(self.measured))
         self._recorded = {self._capture: self._recorded[self._capture]}
-        self._look_at_writes(self._capture)
+        written = {_torch.storage_key(e.tensor) for e in self._capture.externals if e.written}
+        self._inputs.written = _torch.storage_key(self._inputs.x) in written
 
     def _record(self, cuts: tuple[int, ...]) -> BreakableCapture:
         capture = BreakableCapture(
-            pool=self.pool, stream=self._stream, name=self.name, root=_Baked(self.trunk, self.scratch)
+            pool=self.pool, stream=self._stream, name=self.name, root=Prime(self.trunk, self.scratch)
         )
         start = time.perf_counter()
         with self._named_errors(), torch.inference_mode(), capture:
@@ -241,10 +247,11 @@ class PrimeGraph:
         # In the pool, outputs are only needed from a replay to the copy after it, which one turn covers.
         self._recorded[capture] = self._weak(logits), self._weak(hidden)
         self.seconds = time.perf_counter() - start
-        if capture.breaks:
+        breaks = capture.breaks
+        if breaks:
             capture.close()
             raise UsageError(
-                f"{self.name}: the trunk's forward met {capture.breaks} break points. A prime graph has nothing live "
+                f"{self.name}: the trunk's forward met {breaks} break points. A prime graph has nothing live "
                 "between its segments: call the undecorated functions in the trunk, or capture it with a breakable "
                 "runner"
             )
@@ -252,15 +259,6 @@ class PrimeGraph:
 
     def _weak(self, t: Tensor) -> Tensor:
         return weak_ref_tensor(t) if self.pool.owns(t) else t
-
-    def _look_at_writes(self, capture: BreakableCapture) -> None:
-        written = {_torch.storage_key(e.tensor) for e in capture.externals if e.written}
-        if _torch.storage_key(self._inputs.cu_seqlens) in written:
-            capture.close()
-            raise UsageError(
-                f"{self.name}: the trunk's forward writes cu_seqlens, which other layers read. Let it work on a copy"
-            )
-        self._inputs.written = _torch.storage_key(self._inputs.x) in written
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -278,7 +276,7 @@ class PrimeGraph:
             ) from e
 
 
-class _Baked:
+class Prime:
     """What a prime graph reads, by name, for errors about it."""
 
     def __init__(self, trunk: Trunk, scratch: Any) -> None:

@@ -105,27 +105,30 @@ def read_tokens(tokens: Sequence[Any], limits: Limits, several: bool) -> list[Te
 
 
 def _ids(tokens: Any, r: int, limits: Limits) -> Tensor:
-    if not isinstance(tokens, Tensor):
-        try:
-            tokens = torch.tensor(tokens if len(tokens) else [], dtype=torch.int64 if not len(tokens) else None)
-        except (TypeError, ValueError, RuntimeError) as e:
-            raise InputError(
-                f"{limits.name}: the tokens of request {r} are a {type(tokens).__qualname__} ({e}), {_WANTED}"
-            ) from None
-    if tokens.dim() == 2 and tokens.shape[0] == 1:
-        tokens = tokens[0]
-    if tokens.dim() != 1 or tokens.dtype not in _INTEGERS:
+    ids = tokens if isinstance(tokens, Tensor) else _as_tensor(tokens, r, limits)
+    if ids.dim() == 2 and ids.shape[0] == 1:
+        ids = ids[0]
+    if ids.dim() != 1 or ids.dtype not in _INTEGERS:
         raise InputError(
-            f"{limits.name}: the tokens of request {r} are {tokens.dtype} {tuple(tokens.shape)}, {_WANTED}. Several "
-            "prompts are a list of tensors, with a list of sessions"
+            f"{limits.name}: the tokens of request {r} are {ids.dtype} {tuple(ids.shape)}, {_WANTED}. Several prompts are "
+            "a list of tensors, with a list of sessions"
         )
-    if tokens.device != limits.device:
-        if tokens.device.type != "cpu":
+    if ids.device != limits.device:
+        if ids.device.type != "cpu":
             raise InputError(
-                f"{limits.name} is on {limits.device}, and the tokens of request {r} on {tokens.device}. Move them"
+                f"{limits.name} is on {limits.device}, and the tokens of request {r} on {ids.device}. Move them"
             )
-        tokens = tokens.to(limits.device, non_blocking=True)
-    return tokens
+        ids = ids.to(limits.device, non_blocking=True)
+    return ids
+
+
+def _as_tensor(tokens: Any, r: int, limits: Limits) -> Tensor:
+    try:
+        return torch.tensor(tokens, dtype=None if len(tokens) else torch.int64)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise InputError(
+            f"{limits.name}: the tokens of request {r} are a {type(tokens).__qualname__} ({e}), {_WANTED}"
+        ) from None
 
 
 _WANTED = "not token ids: an integer tensor [n]"

@@ -88,28 +88,10 @@ class Breakable:
         )
         with torch.inference_mode(), active_forward(job.ctx), capture:
             try:
-                finish = job.arrived(job.forward())
+                capture.at_end(job.arrived(job.forward()))
             finally:
                 job.launched = capture.graphs > 0
-            failed = _before_release(capture, finish)
-        if failed:
-            capture.close()
-            raise failed[0]
         return _Captured(capture)
-
-
-def _before_release(capture: BreakableCapture, finish: Finish) -> list[Exception]:
-    """Have ``finish`` run after the last segment and before another thread may replay in the pool."""
-    failed: list[Exception] = []
-
-    def run() -> None:
-        try:
-            finish()
-        except Exception as e:
-            failed.append(e)
-
-    capture._scope.callback(run)
-    return failed
 
 
 class _Captured:

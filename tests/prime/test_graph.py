@@ -1,0 +1,236 @@
+"""A prime graph gives what the trunk gives eagerly, leaves it in the session, and leaves everything else alone."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from prime.prompts import prompt
+from torch import Tensor
+
+import segue
+from segue.check import dense
+from segue.check.caches import difference, poison
+from segue.devices import Device
+
+BUCKET = 32
+
+
+def _same(got: Tensor, want: Tensor) -> None:
+    assert difference(got, want) is None
+
+
+def _check(prime: segue.PrimeGraph, trunk: Any, tokens: Tensor, capacity: int = 48) -> None:
+    """Run over poisoned memory and compare with the reference: outputs, the state, and what lies past it."""
+    n = tokens.shape[0]
+    session, want = trunk.new_cache(capacity), prime.reference(tokens)
+    for value in (*trunk.state(session).values(), *trunk.state(prime.scratch).values()):
+        poison(value.tensor)
+    prime.pool.poison()
+    got = prime.run(tokens, session)
+    _same(got.logits, want.logits)
+    _same(got.hidden, want.hidden)
+    assert trunk.get_length(session) == n
+    theirs = trunk.state(want.cache)
+    for name, value in trunk.state(session).items():
+        if isinstance(value, segue.Whole):
+            _same(value.tensor, theirs[name].tensor)
+            continue
+        _same(value.tensor.narrow(value.dim, 0, n), theirs[name].tensor.narrow(value.dim, 0, n))
+        past = value.tensor.narrow(value.dim, n, capacity - n).clone()
+        poison(untouched := past.clone())
+        _same(past, untouched)
+
+
+def test_a_run_equals_the_eager_trunk_at_every_length_long_then_short(device: Device, trunk: Any) -> None:
+    with segue.PrimeGraph(trunk, BUCKET, device=device) as prime:
+        assert prime.graphs == 1 or device.traits.timing
+        for n in (1, 31, 2, 32, 17, 3, 32, 1):
+            _check(prime, trunk, prompt(n, device, seed=n % 3))
+
+
+def test_a_session_may_be_as_short_as_the_prompt_or_longer_than_the_bucket(device: Device, trunk: Any) -> None:
+    with segue.PrimeGraph(trunk, BUCKET, device=device) as prime:
+        _check(prime, trunk, prompt(5, device), capacity=5)
+        _check(prime, trunk, prompt(32, device), capacity=100)
+
+
+@pytest.mark.parametrize("buckets", [(64, 32), (32, 64)])
+def test_graphs_of_several_buckets_share_a_pool_in_any_order(
+    device: Device, trunk: Any, buckets: tuple[int, int]
+) -> None:
+    pool = device.new_pool()
+    graphs = {b: segue.PrimeGraph(trunk, b, pool=pool) for b in buckets}
+    for n, b in ((30, 32), (60, 64), (3, 32), (33, 64), (32, 32), (3, 64)):
+        _check(graphs[b], trunk, prompt(n, device), capacity=80)
+    graphs[buckets[0]].close()
+    _check(graphs[buckets[1]], trunk, prompt(20, device), capacity=80)
+    graphs[buckets[1]].close()
+
+
+def test_what_a_run_returned_is_the_callers_own(device: Device, trunk: Any) -> None:
+    with segue.PrimeGraph(trunk, BUCKET, device=device) as prime:
+        first = prime.run(prompt(7, device), trunk.new_cache(32))
+        kept = first.logits.clone(), first.hidden.clone()
+        prime.run(prompt(30, device), trunk.new_cache(32))
+        prime.pool.poison()
+        assert torch.equal(first.logits, kept[0]) and torch.equal(first.hidden, kept[1])
+        assert not first.logits.is_inference()
+
+
+def test_packed_prompts_are_each_copied_into_their_own_session(device: Device, trunk: Any) -> None:
+    with segue.PrimeGraph(trunk, BUCKET, requests=3, device=device) as prime:
+        for lengths in ((10, 0, 21), (1, 1, 1), (32, 0, 0), (4, 28), (9,)):
+            prompts = [prompt(n, device, seed=r) for r, n in enumerate(lengths)]
+            sessions = [trunk.new_cache(40) if n else None for n in lengths]
+            got, want = prime.run(prompts, sessions), prime.reference(prompts)
+            assert got.logits.shape[0] == got.hidden.shape[0] == len(lengths)
+            theirs = trunk.state(want.cache)
+            for r, (session, n) in enumerate(zip(sessions, lengths, strict=True)):
+                if session is None:
+                    assert not got.logits[r].any() and not got.hidden[r].any()
+                    continue
+                _same(got.logits[r], want.logits[r])
+                assert trunk.get_length(session) == n
+                for name, value in trunk.state(session).items():
+                    if isinstance(value, segue.Whole):
+                        _same(value.tensor, theirs[name].tensor[r : r + 1])
+                    else:
+                        rows = theirs[name].tensor.narrow(value.dim, want.offsets[r], n)
+                        _same(value.tensor.narrow(value.dim, 0, n), rows)
+
+
+def test_a_packed_prompt_gets_what_it_gets_alone_up_to_rounding(device: Device, trunk: Any) -> None:
+    with segue.PrimeGraph(trunk, BUCKET, requests=3, device=device) as prime:
+        prompts = [prompt(n, device, seed=n) for n in (5, 11, 13)]
+        together = prime.run(prompts, [trunk.new_cache(40) for _ in prompts])
+        for r, tokens in enumerate(prompts):
+            alone = prime.run([tokens], [trunk.new_cache(40)])
+            torch.testing.assert_close(together.logits[r : r + 1], alone.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_come_as_tensors_of_any_integer_type_as_numbers_and_from_the_host(
+    device: Device, dense_trunk: Any
+) -> None:
+    with segue.PrimeGraph(dense_trunk, BUCKET, device=device) as prime:
+        tokens = prompt(6, device)
+        want = prime.reference(tokens).logits
+        for given in (tokens.int(), tokens[None], tokens.cpu(), tokens.tolist(), tuple(tokens.tolist())):
+            assert torch.equal(prime.run(given, dense_trunk.new_cache(8)).logits, want)
+
+
+class Scaling(dense.Dense):
+    def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
+        x.add_(1)
+        return super().forward(x, cu_seqlens, cache)
+
+
+def test_a_trunk_that_writes_its_input_meets_fresh_padding_at_every_run(device: Device) -> None:
+    trunk = Scaling().to(device.torch_device).eval().requires_grad_(False)
+    with segue.PrimeGraph(trunk, BUCKET, device=device) as prime:
+        for n in (20, 4, 4, 31):
+            _check(prime, trunk, prompt(n, device))
+            assert bool((prime._inputs.x[n:] == 1).all())
+
+
+class Memo(dense.Dense):
+    """Uploads a table of positions and keeps only the latest: a known drift, as nobody else holds what a graph reads."""
+
+    table: list[Tensor]
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
+        if not self.table or self.table[0].shape[0] != x.shape[0]:
+            self.table[:] = [torch.arange(x.shape[0], device=x.device) * 0.125]
+        return super().forward(x + self.table[0][:, None], cu_seqlens, cache)
+
+
+def test_a_table_that_the_trunk_let_go_of_after_the_capture_stays_alive_and_right(device: Device) -> None:
+    trunk = Memo().to(device.torch_device).eval().requires_grad_(False)
+    trunk.table = []
+    with segue.PrimeGraph(trunk, BUCKET, device=device) as prime:
+        tokens = prompt(9, device)
+        want = prime.reference(tokens).logits
+        table, trunk.table = trunk.table, []
+        with pytest.raises(segue.SegueError, match=r"Prime\.trunk\.table"):
+            prime.run(tokens, trunk.new_cache(16))
+        trunk.table = table
+        assert torch.equal(prime.run(tokens, trunk.new_cache(16)).logits, want)
+
+
+def test_memory_that_only_the_graph_holds_is_not_reused(device: Device) -> None:
+    class Hidden(dense.Dense):
+        def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
+            return super().forward(x + tables.pop(), cu_seqlens, cache)
+
+    trunk = Hidden().to(device.torch_device).eval().requires_grad_(False)
+    one = torch.full((BUCKET, 32), 0.5, device=device.torch_device)
+    tables = [one.clone(), one.clone()]  # of the warm-up, and of the capture
+    prime = segue.PrimeGraph(trunk, BUCKET, device=device, cuts=[])
+    assert not tables
+    gc.collect()
+    churn = [torch.full_like(one, float("nan")) for _ in range(32)]
+    tables.append(one)
+    want = prime.reference(tokens := prompt(9, device)).logits
+    assert torch.equal(prime.run(tokens, trunk.new_cache(16)).logits, want)
+    assert all(t.isnan().all() for t in churn)
+    prime.close()
+
+
+def test_weights_updated_in_place_count_and_re_pointed_ones_are_named(device: Device, dense_trunk: Any) -> None:
+    with segue.PrimeGraph(dense_trunk, BUCKET, device=device) as prime:
+        weight = dense_trunk.merge[1].weight
+        weight.mul_(3)
+        _check(prime, dense_trunk, prompt(9, device))
+        weight.data = weight.data.clone()
+        session = dense_trunk.new_cache(16)
+        with pytest.raises(segue.SegueError, match=r"trunk.*merge\.1\.weight"):
+            prime.run(prompt(9, device), session)
+        assert not session.kv.any() and session.length == 0
+
+
+def test_a_scratch_cache_that_was_re_pointed_is_named(device: Device, dense_trunk: Any) -> None:
+    with segue.PrimeGraph(dense_trunk, BUCKET, device=device) as prime:
+        prime.scratch.kv = prime.scratch.kv.clone()
+        with pytest.raises(segue.SegueError, match=r"scratch\.kv"):
+            prime.run(prompt(9, device), dense_trunk.new_cache(16))
+
+
+def test_segue_off_runs_eager_with_the_same_results(
+    device: Device, trunk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEGUE", "off")
+    with segue.PrimeGraph(trunk, BUCKET, device=device) as prime:
+        assert prime.graphs == 0 and prime.capture is None
+        for n in (30, 4):
+            _check(prime, trunk, prompt(n, device))
+
+
+def test_runs_of_two_threads_take_turns(device: Device, trunk: Any) -> None:
+    with segue.PrimeGraph(trunk, BUCKET, device=device) as prime:
+        wanted = {n: prime.reference(prompt(n, device)).logits for n in (3, 30)}
+        wrong: list[int] = []
+
+        def work(n: int) -> None:
+            for _ in range(5):
+                if not torch.equal(prime.run(prompt(n, device), trunk.new_cache(32)).logits, wanted[n]):
+                    wrong.append(n)
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in wanted]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert not wrong
+
+
+def test_a_closed_graph_refuses_and_leaves_the_session_alone(device: Device, dense_trunk: Any) -> None:
+    prime = segue.PrimeGraph(dense_trunk, BUCKET, device=device)
+    prime.close()
+    prime.close()
+    session = dense_trunk.new_cache(16)
+    with pytest.raises(segue.SegueError, match=r"prime graph of 32 rows can't be replayed: it was closed"):
+        prime.run(prompt(9, device), session)
+    assert session.length == 0 and not session.kv.any()
