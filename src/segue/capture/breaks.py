@@ -134,6 +134,7 @@ class Break:
             spec.names, args, kwargs, watch=watch, trim=spec.trim, receiver=spec.receiver, where=where
         )  # fmt: skip
         self._take: Take = _ignore
+        self._single: Handoff | None = None  # the whole result is one tensor
         self._clears: list[Handoff] = []  # of memory that the caller gave, which the function may fill itself
 
     @property
@@ -144,7 +145,10 @@ class Break:
     def runner(self) -> Callable[[], None]:
         """What a replay calls: the function on the live values, its results taken. ``state`` says which rows are valid."""
         call = self.bound.caller(self._fn)
-        take = self._accept if self._clears or isinstance(self._take, Branch) else self._take
+        if self._clears or isinstance(self._take, Branch):
+            take = self._accept
+        else:
+            take = self._take if self._single is None else self._single.taker()
 
         def run() -> None:
             take(call())
@@ -197,6 +201,7 @@ class Break:
         allocate: Allocate = _like_eager(arguments, result) if self._watch is None else self._watch.allocate
         contexts = ContextMap(state.ctx)
         seen: dict[int, Tensor] = {}
+        handoffs: list[Handoff] = []
 
         def on_leaf(value: Any, path: str, token_dim: int | None) -> tuple[Take, Any]:
             if not isinstance(value, Tensor):
@@ -214,9 +219,12 @@ class Break:
                 allocate=allocate, path=path, where=self.where,
             )  # fmt: skip
             self._weaken(handoff)
+            handoffs.append(handoff)
             return handoff.accept, seen[id(value)]
 
         self._take, settled = self._walk(result, on_leaf, lambda v: contexts.find(v) is not None)
+        if isinstance(result, Tensor):
+            self._single = handoffs[0]
         return settled
 
     def _settle_into(self, destination: Any, result: Any) -> None:
