@@ -41,7 +41,7 @@ def of(fn: Any) -> str:
     name = getattr(inner, "__qualname__", None) or type(fn).__qualname__
     code = getattr(inner, "__code__", None)
     if not isinstance(code, CodeType):
-        code = getattr(getattr(type(fn), "__call__", None), "__code__", None)
+        code = getattr(type(fn).__dict__.get("__call__"), "__code__", None)
     return f"{name} ({_short(code.co_filename)}:{code.co_firstlineno})" if isinstance(code, CodeType) else str(name)
 
 

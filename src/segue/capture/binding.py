@@ -16,7 +16,7 @@ from torch import Tensor
 
 from segue.capture.context import ContextMap, Path, getter, is_plain, show
 from segue.capture.state import state
-from segue.capture.structure import parts_of, with_children
+from segue.capture.structure import around, parts_of
 from segue.capture.watch import Watch
 from segue.capture.weak import weak_ref_tensor
 from segue.errors import CaptureError, ReplayError
@@ -119,10 +119,10 @@ class Bound:
         parts = parts_of(value)
         if parts is not None:
             children = [self._bind(f"{name}[{key!r}]", child) for key, child in parts]
-            shell = with_children(value, [None] * len(parts))
+            make = around(value, [key for key, _ in parts])
             if isinstance(value, tuple) and all(fixed for fixed, _ in children):
-                return True, with_children(shell, [child for _, child in children])
-            return False, lambda: with_children(shell, [c if fixed else c() for fixed, c in children])
+                return True, make([child for _, child in children])
+            return False, lambda: make([c if fixed else c() for fixed, c in children])
         raise CaptureError(
             f"{self._where}: argument {name!r} is a {type(value).__qualname__}, an object that may change and that the live "
             "context doesn't hold; a replay would go on using this one. Put it on the context given to active_forward() "

@@ -21,7 +21,6 @@ from segue.capture.watch import External, OnWrite, Watch
 from segue.devices import Device, Pool, Recording, Segment
 from segue.errors import CaptureError, GraphMemoryError, ReplayError, SegueError, UsageError
 
-
 log = logging.getLogger("segue")
 
 

@@ -11,6 +11,7 @@ import torch
 
 TokenDims = Any  # int, None, or a structure of them: by position, key or field
 Take = Callable[[Any], None]  # accepts a value at replay, or raises
+Build = Callable[[Iterator[Any]], Any]
 OnLeaf = Callable[[Any, str, int | None], tuple[Take, Any]]
 
 
@@ -53,11 +54,34 @@ def settle(
         if token_dims is not None and not isinstance(token_dims, int):
             raise ValueError(f"token_dim gives {token_dims!r} for {path}, which is one value")
         return on_leaf(value, path, token_dims)
+    keys = [key for key, _ in parts]
     done = [
         settle(child, _dim_of(token_dims, key, len(parts), path), on_leaf, opaque, path + _step(value, key))
         for key, child in parts
     ]
-    return Branch(value, [take for take, _ in done], path), with_children(value, [new for _, new in done])
+    return Branch(value, [take for take, _ in done], path), around(value, keys)([new for _, new in done])
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """A structure taken apart. ``leaves``: (path, value, dimension) in order. ``build``: the same containers around an
+    iterator's values; it holds none of the old ones. ``outline``: the containers alone, comparable with ``==``.
+    """
+
+    leaves: list[tuple[str, Any, int | None]]
+    build: Build
+    outline: Any
+
+
+def take_apart(value: Any, dims: TokenDims = None, path: str = "output") -> Tree:
+    """Walk tuples, lists, mappings (``ModelOutput`` too) and dataclasses. Everything else is a leaf.
+
+    Raises:
+        ValueError: ``dims`` is a structure that doesn't match.
+    """
+    found: list[tuple[str, Any, int | None]] = []
+    build, outline = _walk(value, dims, path, found)
+    return Tree(found, build, outline)
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -81,17 +105,52 @@ def parts_of(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def with_children(value: Any, children: Sequence[Any]) -> Any:
-    """A container of the type and keys of ``value`` around other children."""
+def around(value: Any, keys: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """How to make containers of the type of ``value`` around children at ``keys``. Doesn't hold ``value``."""
+    cls: Any = type(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return lambda children: cls(*children)
     if isinstance(value, tuple | list):
-        return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
-    new = copy.copy(value)
-    for (key, _), child in zip(parts_of(value) or (), children, strict=True):
-        if isinstance(value, Mapping):
-            new[key] = child
-        else:
+        return lambda children: cls(children)
+    if isinstance(value, Mapping) and hasattr(cls, "__dataclass_fields__"):
+        return lambda children: cls(**dict(zip(keys, children, strict=True)))
+    if isinstance(value, Mapping):
+        empty: Any = copy.copy(value)
+        empty.clear()
+
+        def mapping(children: list[Any]) -> Any:
+            new = copy.copy(empty)
+            new.update(zip(keys, children, strict=True))
+            return new
+
+        return mapping
+
+    def record(children: list[Any]) -> Any:
+        new = object.__new__(cls)
+        for key, child in zip(keys, children, strict=True):
             object.__setattr__(new, key, child)
-    return new
+        return new
+
+    return record
+
+
+def _walk(value: Any, dims: TokenDims, path: str, found: list[tuple[str, Any, int | None]]) -> tuple[Build, Any]:
+    parts = parts_of(value)
+    if parts is None:
+        if dims is not None and not isinstance(dims, int):
+            raise ValueError(f"{dims!r} is given for {path}, which is one value")
+        found.append((path, value, dims))
+        return next, isinstance(value, torch.Tensor)
+    keys = [key for key, _ in parts]
+    walked = [
+        _walk(child, _dim_of(dims, key, len(parts), path), path + _step(value, key), found) for key, child in parts
+    ]
+    make, builds = around(value, keys), [build for build, _ in walked]
+    return (lambda values: make([build(values) for build in builds])), (
+        type(value),
+        tuple(keys),
+        tuple(o for _, o in walked),
+    )
 
 
 def _dim_of(token_dims: TokenDims, key: Any, count: int, path: str) -> TokenDims:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from segue import _torch
 from segue.capture.context import children, is_plain
+from segue.capture.structure import take_apart
 from segue.check.compare import differs, wrong_elements
-from segue.check.oplog import OpLog
-from segue.runner.tree import take_apart
+from segue.check.oplog import OpLog, Written
 
 _CTX_DEEP = 4
 
@@ -47,7 +47,7 @@ def outputs_of(given: Any, raw: Any) -> dict[str, Value]:
 
 
 def state_of(written: Mapping[int, tuple[Tensor, str]], ctx: Any) -> dict[str, Value]:
-    """Copies of the tensors that a forward wrote outside itself, by address, and of all those in its context, by path."""
+    """Copies of the tensors that a forward wrote outside itself, by address, and of all in its context, by path."""
     found = {path: Value(path, t.detach().clone(), _storage(t)) for path, t in context_tensors(ctx)}
     inside = {_storage(t) for _, t in context_tensors(ctx)}
     for address, (t, where) in written.items():
@@ -58,14 +58,16 @@ def state_of(written: Mapping[int, tuple[Tensor, str]], ctx: Any) -> dict[str, V
 
 
 def whole(t: Tensor) -> Tensor:
-    """All of the memory that ``t`` is a part of, in its dtype and with rows of its size."""
-    if not t.is_contiguous() or t.untyped_storage().nbytes() == t.nbytes:
-        return t
+    """All of the memory that ``t`` is a part of, contiguous, in its dtype, with rows like its own where that fits."""
     elements = t.untyped_storage().nbytes() // t.element_size()
     with torch.inference_mode(False):
         flat = torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage(), 0, (elements,), (1,))
-    row = t.shape[1:].numel() if t.dim() else 1
-    return flat.view(-1, *t.shape[1:]) if row and elements % row == 0 else flat
+    shapes: list[tuple[int, ...]] = [tuple(t.shape), tuple(t.shape[1:])]
+    for shape in shapes if t.is_contiguous() else [t.stride()[:1]]:
+        size = torch.Size(shape).numel()
+        if size and elements % size == 0:
+            return flat.view(tuple(t.shape) if size == elements else (-1, *shape))
+    return flat
 
 
 def context_tensors(ctx: Any) -> Iterator[tuple[str, Tensor]]:
@@ -83,11 +85,21 @@ def context_tensors(ctx: Any) -> Iterator[tuple[str, Tensor]]:
                 todo.append((f"{path}.{key}" if kind == "attr" else f"{path}[{key!r}]", child, depth + 1))
 
 
-def differing(got: Outcome, want: Outcome, exact: bool, trash: Sequence[int] = ()) -> tuple[dict[str, int], list[str]]:
-    """What differs between two outcomes: in words, with the storages in which it came; and what differs harmlessly.
+@dataclass(frozen=True)
+class Padded:
+    """What padded rows may write without harm.
 
-    ``trash``: rows that padded rows are declared to write to (a slot input's ``pad``).
+    ``trash``: rows that they are declared to write to (a slot input's ``pad``). ``rows``, ``real``: of the forward; in
+    memory that it wrote as ``rows`` rows, those past the real ones.
     """
+
+    trash: Sequence[int]
+    rows: int
+    real: int
+
+
+def differing(got: Outcome, want: Outcome, exact: bool, padded: Padded) -> tuple[dict[str, int], list[str]]:
+    """What differs between two outcomes, in words, with the storages in which it came; and what differs harmlessly."""
     wrong: dict[str, int] = {}
     harmless: list[str] = []
     for path, value in want.outputs.items():
@@ -96,10 +108,11 @@ def differing(got: Outcome, want: Outcome, exact: bool, trash: Sequence[int] = (
     for path, value in want.state.items():
         mine = got.state.get(path)
         text = _differ(mine, value, exact)
-        if not text or mine is None:
+        if not text:
             continue
-        if rows := _rows_of(mine.value, value.value, exact, trash):
-            harmless.append(f"{value.name} holds in row {rows} what padded rows wrote, as their pad= says")
+        written = want.log.written.get(value.storage, ())
+        if mine is not None and (why := _harmless(mine.value, value.value, exact, padded, written)):
+            harmless.append(f"{value.name} {why}")
         else:
             wrong[f"{value.name} {text}"] = value.storage
     return wrong, harmless
@@ -117,17 +130,35 @@ def _differ(got: Value | None, want: Value, exact: bool) -> str:
     return differs(x, y, exact)
 
 
-def _rows_of(x: Tensor, y: Tensor, exact: bool, trash: Sequence[int]) -> str:
-    """The row outside of which two tensors agree, if it is one that padding is declared to go to."""
-    if x.shape != y.shape or not trash:
+def _harmless(x: Tensor, y: Tensor, exact: bool, padded: Padded, written: Sequence[Written]) -> str:
+    """Why two tensors that differ do so harmlessly, if they do."""
+    if x.shape != y.shape or x.dtype is not y.dtype:
         return ""
-    wrong = wrong_elements(x, y, exact)
-    for d in range(x.dim()):
-        others = [i for i in range(x.dim()) if i != d]
+    wrong = wrong_elements(x, y, exact).contiguous()
+    for d in range(wrong.dim()):
+        others = [i for i in range(wrong.dim()) if i != d]
         at = (wrong.any(dim=others) if others else wrong).nonzero().flatten().tolist()
-        if at and set(at) <= set(trash):
-            return ", ".join(map(str, at))
-    return ""
+        if at and set(at) <= set(padded.trash):
+            return f"holds in row {', '.join(map(str, at))} what padded rows wrote, as their pad= says"
+    left = wrong.flatten()
+    for one in written:
+        t = one.tensor
+        if t.dtype is not y.dtype or _reach(t) > left.numel():
+            continue
+        mask = left.as_strided(t.shape, t.stride(), t.storage_offset())
+        if one.cleared:
+            mask.fill_(False)
+        for d, size in enumerate(t.shape):
+            if size == padded.rows > padded.real:
+                mask.narrow(d, padded.real, size - padded.real).fill_(False)
+    return "" if left.any() else "holds what padded rows left there, past the real ones"
+
+
+def _reach(t: Tensor) -> int:
+    """Elements of its storage up to the last of ``t``."""
+    if not t.numel():
+        return 0
+    return int(t.storage_offset()) + 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 def _storage(value: Any) -> int:
@@ -135,4 +166,3 @@ def _storage(value: Any) -> int:
         return _torch.storage_span(value)[0] if isinstance(value, Tensor) else 0
     except (RuntimeError, NotImplementedError):
         return 0
-

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from segue import _where
+from segue.capture.structure import around, parts_of
 from segue.errors import InputError, UsageError
 from segue.runner.inputs import Declared, Leaf, Spec, leaves
-from segue.runner.tree import parts_of, same_around
 
 Key = tuple[Any, ...]  # which optional inputs are there, and the plain flags: a variant, with graphs of its own
 PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
@@ -307,7 +307,7 @@ def _refill(value: Any, declared: Any, tensors: Any) -> Any:
     if value is None:
         return None
     parts = parts_of(value) or []
-    return same_around(value, [key for key, _ in parts])([new.get(key, child) for key, child in parts])
+    return around(value, [key for key, _ in parts])([new.get(key, child) for key, child in parts])
 
 
 def _built(declared: Any, tensors: Any) -> Any:

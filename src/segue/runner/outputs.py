@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from segue.capture import weak_ref_tensor
+from segue.capture.structure import Tree, take_apart
 from segue.devices import Pool
 from segue.errors import CaptureError, ReplayError, UsageError
-from segue.runner.tree import Tree, take_apart
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 _MOST_VIEWS = 1024

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from segue import devices
 from segue.capture import active_forward, current_forward_ctx
+from segue.capture.structure import take_apart
 from segue.devices import Device, Pool
 from segue.errors import InputError, NoBucketError, UsageError
 from segue.runner.admission import EAGER, Admission, Decision
@@ -30,7 +31,6 @@ from segue.runner.session import CaptureSummary
 from segue.runner.shadow import Shadow
 from segue.runner.stats import Stats, Tally
 from segue.runner.strategy import Breakable, Strategy
-from segue.runner.tree import take_apart
 from segue.runner.whole import capture_ladder
 
 if TYPE_CHECKING:
