@@ -8,6 +8,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export HF_HUB_OFFLINE := 1
+# Threads that wait give their core away: on a busy machine spinning ones take minutes.
+export OMP_WAIT_POLICY ?= passive
 
 .PHONY: demo test lint types unit setup clean
 
@@ -22,8 +24,9 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
+# One thread: the tests' tensors are tiny, and threads that wait for them cost more than they do.
 unit: setup
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 setup: $(VENV)/.installed
 

@@ -1,7 +1,7 @@
 """A trunk in a page: gated delta-rule layers with a short convolution, attention layers, and a quantised KV cache.
 
 The prime graph of it is compared with its eager form, then 8 tokens are generated. `segue check prime
-examples/hybrid.py:build` runs the whole gate. Recurrences follow "Gated Delta Networks" (arXiv 2412.06464), chunked.
+examples.hybrid:build` runs the whole gate. Recurrences follow "Gated Delta Networks" (arXiv 2412.06464), chunked.
 """
 
 from __future__ import annotations
@@ -263,15 +263,15 @@ class Hybrid(nn.Module):
         return self.head(self.norms[-1](x))
 
 
-def build(device: str = "cpu") -> Hybrid:
+def build(device: str = "cuda" if torch.cuda.is_available() else "cpu") -> Hybrid:
     """The trunk with random weights, the same ones each time."""
     torch.manual_seed(0)
     return Hybrid().to(device).eval().requires_grad_(False)
 
 
 def main() -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    trunk = build(device)
+    trunk = build()
+    device = trunk.rotary.device.type
     prime = segue.PrimeGraph(trunk, bucket=64, device="emulator" if device == "cpu" else device)
     for n in (5, 64, 23):
         prompt, session = torch.arange(n, device=device) % 61, trunk.new_cache(rows=128)

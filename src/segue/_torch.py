@@ -289,6 +289,11 @@ def dispatch_modes_off() -> Any:
     return torch._C._DisableTorchDispatch()
 
 
+def autocast_state(device: str) -> torch.dtype | None:
+    """What autocast casts to on devices of this type; None where it is off."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 def autocast_off() -> Any:
     """Context: no op is cast, whatever autocast says."""
     return torch._C._DisableAutocast()
@@ -342,7 +347,7 @@ def fills_empty() -> bool:
 
 def foreach_copy(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """``copy_`` of each source, fused where the tensors of one list share a dtype and device."""
-    torch._foreach_copy_(destinations, sources)
+    torch._foreach_copy_(destinations, sources)  # type: ignore[arg-type]  # any sequence will do
 
 
 def device_is_lost(error: BaseException) -> bool:

@@ -149,6 +149,22 @@ def test_autocasts_weight_cache_does_not_freeze_a_weight(device: Device) -> None
     assert out.float().tolist() == [[12.0] * 4] * 2
 
 
+def test_a_replay_under_another_autocast_than_the_captures_is_refused(device: Device) -> None:
+    x = torch.ones(2, 4, device=device.torch_device)
+    capture = segue.BreakableCapture(device=device, name="bucket 2")
+    with capture:
+        out = plus_one(x) * 2
+    with torch.autocast(device.torch_device.type, dtype=torch.bfloat16):
+        with pytest.raises(segue.SegueError, match=r"bucket 2 was captured under autocast off.*to torch.bfloat16"):
+            capture.replay()
+        inside = segue.BreakableCapture(device=device)
+        with inside:
+            plus_one(x) * 2
+        inside.replay()
+    capture.replay()
+    assert out.tolist() == [[4.0] * 4] * 2
+
+
 @pytest.mark.cuda
 def test_an_unpinned_host_tensor_copied_in_a_segment_is_refused() -> None:
     if not torch.cuda.is_available():

@@ -178,11 +178,12 @@ def test_another_captures_output_in_the_same_pool_is_refused_as_an_operand_and_a
     first = segue.BreakableCapture(device=device, name="bucket 16")
     with first:
         out = x * 2
-    with pytest.raises(segue.SegueError, match=r"bucket 8.*bucket 16 made it"), segue.BreakableCapture(device=device, name="bucket 8"):
+    second = segue.BreakableCapture(device=device, name="bucket 8")
+    with pytest.raises(segue.SegueError, match=r"bucket 8.*bucket 16 made it"), second:
         out + 1
-    with pytest.raises(segue.SegueError, match=r"argument 'y' of a break.*bucket 16 made it"):
-        with segue.BreakableCapture(device=device, name="bucket 8"):
-            plus_one(out)
+    third = segue.BreakableCapture(device=device, name="bucket 8")
+    with pytest.raises(segue.SegueError, match=r"argument 'y' of a break.*bucket 16 made it"), third:
+        plus_one(out)
     other = segue.BreakableCapture(pool=device.new_pool())
     with other:
         fine = out + 1

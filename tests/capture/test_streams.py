@@ -154,9 +154,9 @@ def test_the_capture_stream_is_never_handed_to_users(cuda: Device) -> None:
 
 
 def test_the_legacy_stream_is_refused_by_name(cuda: Device) -> None:
-    with pytest.raises(segue.SegueError, match="legacy default stream"):
-        with segue.BreakableCapture(device=cuda, stream=torch.cuda.default_stream()):
-            pass
+    capture = segue.BreakableCapture(device=cuda, stream=torch.cuda.default_stream())
+    with pytest.raises(segue.SegueError, match="legacy default stream"), capture:
+        pass
 
 
 def test_replays_run_on_the_callers_stream_and_on_the_captures_device(cuda: Device) -> None:

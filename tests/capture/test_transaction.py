@@ -32,7 +32,7 @@ def _host_read(x: Tensor) -> Tensor:
 
 
 def _own_error(x: Tensor) -> Tensor:
-    y = plus_one(x) * 2
+    plus_one(x).mul_(2)
     raise ValueError("first error")
 
 
@@ -53,7 +53,7 @@ def _swallowed_break(x: Tensor) -> Tensor:
 
 
 def _interrupted(x: Tensor) -> Tensor:
-    y = plus_one(x * 2)
+    plus_one(x * 2).add_(1)
     raise KeyboardInterrupt
 
 

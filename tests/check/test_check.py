@@ -83,7 +83,9 @@ def test_breaks_may_use_the_context_the_valid_rows_and_counters_of_their_own(mak
     model = Model()
 
     def make_ctx(n):
-        return SimpleNamespace(scale=1.0 / n, tokens=n, steps=[], cache=torch.zeros(16, WIDTH, device=device.torch_device))
+        return SimpleNamespace(
+            scale=1.0 / n, tokens=n, steps=[], cache=torch.zeros(16, WIDTH, device=device.torch_device)
+        )
 
     runner = make(model)
     report = healthy(runner.check(rows(5, device), ctx=make_ctx))
@@ -147,10 +149,14 @@ def test_a_row_that_padding_is_declared_to_write_is_a_note_and_the_last_row_is_n
 
     def run(pad, n=5):
         inputs = {"x": Input(0, 0.0), "slots": Input(0, pad)}
-        return make(forward, inputs, buckets=(8,), capture_ctx=None).check(rows(n, device), slots[:n], ctx=SimpleNamespace())
+        return make(forward, inputs, buckets=(8,), capture_ctx=None).check(
+            rows(n, device), slots[:n], ctx=SimpleNamespace()
+        )
 
     report = healthy(run(0))
-    assert any("holds in row 0 what padded rows wrote, as their pad= says" in note for note in report.notes), report.notes
+    assert any("holds in row 0 what padded rows wrote, as their pad= says" in note for note in report.notes), (
+        report.notes
+    )
     assert not cache.any()
 
     def wrapped(x, slots):
@@ -162,7 +168,9 @@ def test_a_row_that_padding_is_declared_to_write_is_a_note_and_the_last_row_is_n
 
 
 def test_an_example_isnt_needed_where_shapes_are_declared(make, weight):
-    report = healthy(make(lambda x: mix(x @ weight), {"x": Input(0, 0.0, shape=(None, WIDTH), dtype=torch.float32)}).check())
+    report = healthy(
+        make(lambda x: mix(x @ weight), {"x": Input(0, 0.0, shape=(None, WIDTH), dtype=torch.float32)}).check()
+    )
     assert "no example was given" in report.notes[0]
 
 
@@ -191,7 +199,9 @@ def test_what_only_a_replay_does_is_traced_to_its_op(make, weight, device):
 
     report = make(forward).check(rows(5, device))
     (finding,) = report.findings
-    assert finding.kind == "replay" and f"test_check.py:{forward.__code__.co_firstlineno + 2} in forward" in finding.where
+    assert (
+        finding.kind == "replay" and f"test_check.py:{forward.__code__.co_firstlineno + 2} in forward" in finding.where
+    )
     assert "aten::mul.Tensor in segment 1" in finding.text and "is the first to differ" in finding.text
 
 
@@ -217,7 +227,10 @@ def test_eager_that_isnt_repeatable_is_named(make, weight, device):
 
     report = make(forward).check(rows(5, device))
     assert {f.kind for f in report.findings} == {"unrepeatable"}, str(report)
-    assert "two eager forwards of the same call differ" in report.findings[0].text and "in count" in report.findings[0].where
+    assert (
+        "two eager forwards of the same call differ" in report.findings[0].text
+        and "in count" in report.findings[0].where
+    )
 
 
 def test_a_capture_that_is_refused_is_a_finding(make, weight, device):
@@ -226,7 +239,9 @@ def test_a_capture_that_is_refused_is_a_finding(make, weight, device):
         return mix(y) * y[0, 0].item()
 
     report = make(forward).check(rows(5, device))
-    assert not report.ok and all(f"test_check.py:{forward.__code__.co_firstlineno + 2}" in f.where for f in report.findings)
+    assert not report.ok and all(
+        f"test_check.py:{forward.__code__.co_firstlineno + 2}" in f.where for f in report.findings
+    )
     assert "capturing bucket 8, 8 tokens" in str(report)
 
 
@@ -238,7 +253,9 @@ def test_a_context_whose_tensor_is_baked_is_refused(make, weight, device):
         return {"scale": torch.full((), 1.0 + n, device=device.torch_device)}
 
     report = make(forward).check(rows(5, device), ctx=make_ctx)
-    assert {f.kind for f in report.findings} == {"refused"} and "ctx['scale'] is another tensor than at capture" in str(report)
+    assert {f.kind for f in report.findings} == {"refused"} and "ctx['scale'] is another tensor than at capture" in str(
+        report
+    )
     healthy(make(forward).check(rows(5, device), ctx=make_ctx(5)))
 
 
@@ -274,12 +291,14 @@ def test_calls_that_cant_be_checked_are_refused(make, weight, device, monkeypatc
 
 def test_a_report_reads_as_text_and_as_a_table():
     report = Report(
-        "forward (m.py:1)", "emulator", (Finding("frozen", "m.py:3 in forward", "a|b"),), ("a note",), (4,), (4, 2), ("as given",),
+        "forward (m.py:1)", "emulator", (Finding("frozen", "m.py:3 in forward", "a|b"),), ("a note",), (4,),
+        (4, 2), ("as given",),
         10, 4, 0.25,
     )  # fmt: skip
     assert not report.ok
     assert str(report) == (
-        "check of forward (m.py:1) on emulator: 1 finding. 10 forwards compared, 4 of them replays, in 0.2 s; buckets 4; lengths 4, 2\n"
+        "check of forward (m.py:1) on emulator: 1 finding. 10 forwards compared, 4 of them replays, in 0.2 s; "
+        "buckets 4; lengths 4, 2\n"
         "1. frozen at m.py:3 in forward: a|b\n"
         "note: a note"
     )

@@ -96,7 +96,9 @@ def test_fault_3_with_nan_in_the_padded_rows(make, weight, x):
         return y.softmax(0)  # mixes
 
     text = found(make(forward).check(x), "padding", here("mixes"))
-    assert "the padded forward isn't what eager gives" in text and "aten::softmax" in text and "bucket 8, 7 tokens" in text
+    assert (
+        "the padded forward isn't what eager gives" in text and "aten::softmax" in text and "bucket 8, 7 tokens" in text
+    )
 
 
 def test_fault_6_the_function_that_needed_a_break_was_never_marked(make, weight, x):

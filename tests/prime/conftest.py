@@ -52,4 +52,3 @@ def trunk(request: pytest.FixtureRequest, device: Device) -> Any:
 def dense_trunk(device: Device) -> Any:
     """The dense one."""
     return dense.build(device.torch_device.type)
-

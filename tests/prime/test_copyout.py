@@ -14,13 +14,23 @@ from segue.check.caches import bits, difference
 from segue.devices import Device
 from segue.prime.copyout import CopyOut
 
-DTYPES = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32, torch.float64]
+DTYPES = [
+    torch.int8,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+]
 
 
 def _random_bits(shape: tuple[int, ...], dtype: torch.dtype, device: Device) -> Tensor:
     """Any bit pattern, NaNs with payloads among them."""
-    return torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8).view(dtype).to(
-        device.torch_device
+    return (
+        torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8)
+        .view(dtype)
+        .to(device.torch_device)
     )
 
 
@@ -30,7 +40,9 @@ def _copied(scratch: segue.Rows | segue.Whole, session: segue.Rows | segue.Whole
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("shape", "dim"), [((8, 2, 6), 0), ((3, 8, 4), 1), ((3, 8, 4), -2), ((2, 3, 8), 2), ((1, 8, 5), 1)])
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((8, 2, 6), 0), ((3, 8, 4), 1), ((3, 8, 4), -2), ((2, 3, 8), 2), ((1, 8, 5), 1)]
+)
 def test_rows_travel_bit_for_bit_whatever_the_type_and_the_place_of_the_dimension(
     device: Device, dtype: torch.dtype, shape: tuple[int, ...], dim: int
 ) -> None:
@@ -86,15 +98,24 @@ def test_contiguous_states_of_many_layers_and_types_take_a_handful_of_copies(mon
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s | {"more": segue.Whole(torch.zeros(1))}, r"has the state \['k', 'more', 's'\] where the graph fills"),
+        (
+            lambda s: s | {"more": segue.Whole(torch.zeros(1))},
+            r"has the state \['k', 'more', 's'\] where the graph fills",
+        ),
         (lambda s: {"k": s["k"]}, r"has the state \['k'\] where"),
         (lambda s: s | {"k": segue.Whole(s["k"].tensor)}, "says that k is Whole"),
         (lambda s: s | {"k": segue.Rows(torch.zeros(8, 4, dtype=torch.int8))}, r"has k as torch.int8 on cpu.*float32"),
         (lambda s: s | {"k": segue.Rows(torch.zeros(8, 4, device="meta"))}, r"has k as torch.float32 on meta"),
-        (lambda s: s | {"k": segue.Rows(torch.zeros(8, 5))}, r"has k of shape \(8, 5\), and the scratch cache \(8, 4\)"),
+        (
+            lambda s: s | {"k": segue.Rows(torch.zeros(8, 5))},
+            r"has k of shape \(8, 5\), and the scratch cache \(8, 4\)",
+        ),
         (lambda s: s | {"k": segue.Rows(torch.zeros(8, 4), dim=1)}, r"has k of shape \(8, 4\)"),
         (lambda s: s | {"k": segue.Rows(torch.zeros(4, 4))}, "has room for 4 rows in k, and the prompt has 5"),
-        (lambda s: s | {"s": segue.Whole(torch.zeros(2, 3))}, r"has s of shape \(2, 3\), and the scratch cache \(1, 3\)"),
+        (
+            lambda s: s | {"s": segue.Whole(torch.zeros(2, 3))},
+            r"has s of shape \(2, 3\), and the scratch cache \(1, 3\)",
+        ),
     ],
 )
 def test_a_session_unlike_the_scratch_cache_is_refused_by_name(change: Any, message: str) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from prime.prompts import prompt
 
 import segue
+from prime.prompts import prompt
 from segue.devices import Device
 from segue.prime import cuts
 
@@ -77,7 +77,9 @@ def test_a_mark_outside_a_prime_capture_does_nothing(device: Device) -> None:
 
 
 def test_a_bare_capture_may_be_cut_inside_its_block_only(device: Device) -> None:
-    capture = segue.BreakableCapture(device=device, name="bare", root=test_a_bare_capture_may_be_cut_inside_its_block_only)
+    capture = segue.BreakableCapture(
+        device=device, name="bare", root=test_a_bare_capture_may_be_cut_inside_its_block_only
+    )
     x = torch.ones(4, device=device.torch_device)
     with torch.inference_mode(), capture:
         y = x * 2

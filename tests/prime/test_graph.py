@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from prime.prompts import prompt
 from torch import Tensor
 
 import segue
+from prime.prompts import prompt
 from segue.check import dense
 from segue.check.caches import difference, poison
 from segue.devices import Device
@@ -137,7 +137,7 @@ def test_a_trunk_that_writes_its_input_meets_fresh_padding_at_every_run(device: 
 
 
 class Memo(dense.Dense):
-    """Uploads a table of positions and keeps only the latest: a known drift, as nobody else holds what a graph reads."""
+    """Uploads a table of positions and keeps only the latest: a known drift, as nobody else holds what is baked."""
 
     table: list[Tensor]
 

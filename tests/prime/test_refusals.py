@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from prime.prompts import prompt
 from torch import Tensor
 
 import segue
+from prime.prompts import prompt
 from segue.check import dense
 from segue.devices import Device
 
@@ -41,7 +41,10 @@ def _wrong(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
         (lambda trunk: None, r"is a NoneType"),
         (_wrong(lambda kv: kv.half()), r"keys and values as torch.float16"),
         (_wrong(lambda kv: kv.to("meta")), r"keys and values as torch.float32 on meta"),
-        (_wrong(lambda kv: kv[:1]), r"keys and values of shape \(1, 2, 2, 16, 16\), and the scratch cache \(2, 2, 2, 16, 16\)"),
+        (
+            _wrong(lambda kv: kv[:1]),
+            r"keys and values of shape \(1, 2, 2, 16, 16\), and the scratch cache \(2, 2, 2, 16, 16\)",
+        ),
         (lambda trunk: trunk.new_cache(4), r"room for 4 rows in keys and values, and the prompt has 5"),
     ],
 )
@@ -60,9 +63,10 @@ def test_a_session_that_does_not_fit_is_refused_and_left_as_it_was(
 
 
 def test_the_scratch_cache_itself_is_no_session(device: Device, dense_trunk: Any) -> None:
-    with segue.PrimeGraph(dense_trunk, BUCKET, device=device) as prime:
-        with pytest.raises(segue.SegueError, match="shares the memory of keys and values with the scratch cache"):
-            prime.run(prompt(5, device), prime.scratch)
+    five = prompt(5, device)
+    prime = segue.PrimeGraph(dense_trunk, BUCKET, device=device)
+    with prime, pytest.raises(segue.SegueError, match="shares the memory of keys and values with the scratch cache"):
+        prime.run(five, prime.scratch)
 
 
 @pytest.mark.parametrize(
@@ -203,9 +207,9 @@ def test_sizes_that_mean_nothing_are_refused(device: Device, dense_trunk: Any, b
 
 def test_a_graph_is_neither_made_nor_run_inside_a_capture(device: Device, dense_trunk: Any) -> None:
     five, session = prompt(5, device), dense_trunk.new_cache(16)
-    with segue.PrimeGraph(dense_trunk, BUCKET, device=device) as prime:
-        with pytest.raises(segue.SegueError, match="run inside a capture"), segue.BreakableCapture(device=device):
-            prime.run(five, session)
+    prime = segue.PrimeGraph(dense_trunk, BUCKET, device=device)
+    with prime, pytest.raises(segue.SegueError, match="run inside a capture"), segue.BreakableCapture(device=device):
+        prime.run(five, session)
     with pytest.raises(segue.SegueError, match="inside another capture"), segue.BreakableCapture(device=device):
         segue.PrimeGraph(dense_trunk, BUCKET, device=device)
 
@@ -213,5 +217,5 @@ def test_a_graph_is_neither_made_nor_run_inside_a_capture(device: Device, dense_
 def test_a_cache_on_another_device_than_the_graph_is_refused(dense_trunk: Any, device: Device) -> None:
     if device.torch_device.type == "cpu":
         dense_trunk.to("meta")
-    with pytest.raises(segue.SegueError, match="the trunk's cache is on .* and the graph on emulator"):
+    with pytest.raises(segue.SegueError, match=r"the trunk's cache is on .* and the graph on emulator"):
         segue.PrimeGraph(dense_trunk, BUCKET, device="emulator")

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from property.world import SLOTS, World
 from torch import Tensor
 from torch.nn import functional as F
+
+from property.world import SLOTS, World
 
 
 @dataclass(frozen=True)
 class Op:
-    """``mixes``: a row of the result depends on other rows. ``jumpy``: rounding may grow, or random numbers are drawn."""
+    """``mixes``: a row of the result depends on others. ``jumpy``: rounding may grow, or random numbers are drawn."""
 
     takes: tuple[str, ...]
     gives: str
@@ -35,6 +36,13 @@ def _catch(w: World, a: Tensor) -> None:
 
 def _around(a: Tensor, by: int) -> Tensor:
     return (torch.arange(a.shape[0], device=a.device) + by) % max(1, a.shape[0])
+
+
+def _foreach(w: World, a: Tensor, b: Tensor) -> None:
+    if a.is_neg():  # torch has no such kernel
+        a.add_(b.clone())
+    else:
+        torch._foreach_add_([a], [b.clone().resolve_neg()])
 
 
 def _neg(a: Tensor, b: Tensor) -> Tensor:
@@ -64,11 +72,15 @@ def _table() -> dict[str, Op]:
         "contiguous": Op((R,), R, lambda w, a: a.contiguous(), "{0}.contiguous()"),
         "clone": Op((R,), R, lambda w, a: a.clone(), "{0}.clone()"),
         "expand": Op((V, R), X, lambda w, v, a: v.expand(a.shape[0], 3), "{0}.expand({1}.shape[0], 3)"),
-        "fold": Op((R,), R, lambda w, a: a.unsqueeze(1).expand(-1, 2, 3).sum(1), "{0}.unsqueeze(1).expand(-1, 2, 3).sum(1)"),
+        "fold": Op(
+            (R,), R, lambda w, a: a.unsqueeze(1).expand(-1, 2, 3).sum(1), "{0}.unsqueeze(1).expand(-1, 2, 3).sum(1)"
+        ),
         "softmax": Op((R,), R, lambda w, a: torch.softmax(a, 1), "softmax({0}, 1)"),
         "cumsum1": Op((R,), R, lambda w, a: a.cumsum(1), "{0}.cumsum(1)"),
         "stack": Op((R,), R, lambda w, a: torch.stack(a.unbind(1), 1), "stack({0}.unbind(1), 1)"),
-        "center": Op((R,), R, lambda w, a: a - torch.max(a, 1, keepdim=True).values, "{0} - {0}.max(1, keepdim=True).values"),
+        "center": Op(
+            (R,), R, lambda w, a: a - torch.max(a, 1, keepdim=True).values, "{0} - {0}.max(1, keepdim=True).values"
+        ),
         "neg": Op((R, R), R, lambda w, a, b: _neg(a, b), "complex({0}, {1}).conj().imag"),
         "max": Op((R, R), R, lambda w, a, b: torch.where(a > b, a, b), "where({0} > {1}, {0}, {1})"),
         "low": Op((R,), L, lambda w, a: a.bfloat16(), "{0}.bfloat16()", jumpy=True),
@@ -89,9 +101,17 @@ def _table() -> dict[str, Op]:
         "flip": Op((R,), R, lambda w, a: a.flip(0), "{0}.flip(0)", mixes=True),
         "cumsum": Op((R,), R, lambda w, a: a.cumsum(0) * 0.25, "{0}.cumsum(0) / 4", mixes=True),
         "roll": Op((R,), R, lambda w, a: torch.cat([a[1:], a[:1]]), "cat([{0}[1:], {0}[:1]])", mixes=True),
-        "attend": Op((R, R), R, lambda w, a, b: torch.softmax(a @ b.t(), 1) @ b, "softmax({0} @ {1}.t(), 1) @ {1}", mixes=True),
+        "attend": Op(
+            (R, R), R, lambda w, a, b: torch.softmax(a @ b.t(), 1) @ b, "softmax({0} @ {1}.t(), 1) @ {1}", mixes=True
+        ),
         "gram": Op((R, R), R, lambda w, a, b: a @ torch.tanh(a.t() @ b), "{0} @ tanh({0}.t() @ {1})", mixes=True),
-        "select": Op((R,), R, lambda w, a: a.index_select(0, _around(a, 2)), "{0}.index_select(0, (arange(R) + 2) % R)", mixes=True),
+        "select": Op(
+            (R,),
+            R,
+            lambda w, a: a.index_select(0, _around(a, 2)),
+            "{0}.index_select(0, (arange(R) + 2) % R)",
+            mixes=True,
+        ),
         # in place
         "add_": Op((R, R), "", lambda w, a, b: a.add_(b.clone()), "{0}.add_({1}.clone())"),
         "mul_": Op((R, R), "", lambda w, a, b: a.mul_(torch.tanh(b)), "{0}.mul_(tanh({1}))"),
@@ -108,21 +128,38 @@ def _table() -> dict[str, Op]:
         "clamp_": Op((R,), "", lambda w, a: a.clamp_(-1, 1), "{0}.clamp_(-1, 1)"),
         "fill_": Op((R,), "", lambda w, a: a.masked_fill_(a > 1, 0.5), "{0}.masked_fill_({0} > 1, 0.5)", jumpy=True),
         "out_": Op((R, R), "", lambda w, a, b: torch.mul(b.clone(), 0.5, out=a), "mul({1}.clone(), 0.5, out={0})"),
-        "foreach_": Op((R, R), "", lambda w, a, b: torch._foreach_add_([a], [b.clone()]), "_foreach_add_([{0}], [{1}.clone()])"),
+        "foreach_": Op((R, R), "", _foreach, "_foreach_add_([{0}], [{1}.clone()])"),
         "put_": Op(
-            (R, R), "", lambda w, a, b: a.index_put_((_around(a, 1),), b.clone()), "{0}[(arange(R) + 1) % R] = {1}", mixes=True
+            (R, R),
+            "",
+            lambda w, a, b: a.index_put_((_around(a, 1),), b.clone()),
+            "{0}[(arange(R) + 1) % R] = {1}",
+            mixes=True,
         ),
         "indexadd_": Op(
-            (R, R), "", lambda w, a, b: a.index_add_(0, _around(a, 1), b.clone()), "{0}.index_add_(0, (arange(R) + 1) % R, {1})",
+            (R, R),
+            "",
+            lambda w, a, b: a.index_add_(0, _around(a, 1), b.clone()),
+            "{0}.index_add_(0, (arange(R) + 1) % R, {1})",
             mixes=True,
         ),
         "scatter_": Op(
-            (R, R), "", lambda w, a, b: a.scatter_(1, (torch.arange(3, device=a.device) + 1).remainder(3).expand_as(a), b.clone()),
+            (R, R),
+            "",
+            lambda w, a, b: a.scatter_(1, (torch.arange(3, device=a.device) + 1).remainder(3).expand_as(a), b.clone()),
             "{0}.scatter_(1, [[1, 2, 0]], {1})",
         ),
         # external state
-        "state_": Op((R,), "", lambda w, a: w.rows[: a.shape[0]].mul_(0.5).add_(a.clone()), "rows[:R].mul_(0.5).add_({0})"),
-        "vecsum_": Op((R,), "", lambda w, a: w.vec.mul_(0.5).add_(torch.tanh(a.sum(0))), "vec = vec / 2 + tanh({0}.sum(0))", mixes=True),
+        "state_": Op(
+            (R,), "", lambda w, a: w.rows[: a.shape[0]].mul_(0.5).add_(a.clone()), "rows[:R].mul_(0.5).add_({0})"
+        ),
+        "vecsum_": Op(
+            (R,),
+            "",
+            lambda w, a: w.vec.mul_(0.5).add_(torch.tanh(a.sum(0))),
+            "vec = vec / 2 + tanh({0}.sum(0))",
+            mixes=True,
+        ),
         "weight_": Op((), "", lambda w: w.weight.mul_(-0.5), "weight.mul_(-0.5)"),
         "count_": Op((), "", lambda w: w.count.add_(1), "count.add_(1)"),
         "cache_": Op((R,), "", _catch, "cache.index_copy_(0, arange(R)[:6], {0}[:6])", mixes=True),
@@ -131,7 +168,7 @@ def _table() -> dict[str, Op]:
         "noise": Op((R,), R, lambda w, a: a + torch.rand_like(a), "{0} + rand_like({0})", jumpy=True),
         "dropout": Op((R,), R, lambda w, a: F.dropout(a, 0.5, training=True), "dropout({0}, 0.5)", jumpy=True),
         "normal_": Op((R,), "", lambda w, a: a.normal_(), "{0}.normal_()", jumpy=True),
-    }  # fmt: skip
+    }
 
 
 OPS = _table()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from property.programs import Program, outputs_as
-from property.strategies import BareCase, Call, RunnerCase
-from property.world import MOST_ROWS, WIDTH, Context, World, differs
 from torch import Tensor
 
 import segue
+from property.programs import Program, outputs_as
+from property.strategies import BareCase, Call, RunnerCase
+from property.world import MOST_ROWS, WIDTH, Context, World, differs
 from segue.capture import reference_frame
 from segue.devices import Device
 from segue.runner import GraphRunner, Input
@@ -72,13 +72,18 @@ class Bare:
                         self.replay(call)
         for capture in self.captures.values():
             capture.close()
+        self.outs.clear()
+        usage = [pool.usage() for pool in self.pools]
+        assert not any(u.live or u.reserved for u in usage), f"closed captures leave memory in their pools: {usage}"
 
     def capture(self, i: int, bucket: int, valid: int) -> None:
         self.inputs[bucket] = torch.empty(bucket, WIDTH, device=self.place)
         capture = segue.BreakableCapture(
-            rows=bucket if self.case.rows else None, valid_rows=valid if self.case.rows else None,
-            pool=self.pools[self.case.apart >> i & 1], device=self.device,
-        )  # fmt: skip
+            rows=bucket if self.case.rows else None,
+            valid_rows=valid if self.case.rows else None,
+            pool=self.pools[self.case.apart >> i & 1],
+            device=self.device,
+        )
         kept: list[Tensor] = []
 
         def run(x: Tensor) -> list[Tensor]:
@@ -86,17 +91,29 @@ class Bare:
                 kept.extend(self.case.program.run(x, self.world))
             return [t.clone() for t in kept]
 
-        self.beside(Call(bucket, valid, 7), valid if self.case.rows else None, run, f"capture of {bucket}, {valid} valid: result")
+        self.beside(
+            Call(bucket, valid, 7),
+            valid if self.case.rows else None,
+            run,
+            f"capture of {bucket}, {valid} valid: result",
+        )
         self.captures[bucket] = capture
         self.outs[bucket] = [segue.weak_ref_tensor(t) if self.case.weak and capture.pool.owns(t) else t for t in kept]
 
     def replay(self, call: Call) -> None:
+        """Replay with a row count, without one where all rows are real, or step by step."""
         # Without rows= there is no telling how far a cut result is to be padded up again.
-        valid = None if not self.case.rows and self.case.program.cuts else call.valid
+        whole = (not self.case.rows and self.case.program.cuts) or (call.valid == call.bucket and call.seed % 2)
+        valid = None if whole else call.valid
+        capture = self.captures[call.bucket]
 
         def run(x: Tensor) -> list[Tensor]:
             with segue.active_forward(self.world.ctx):
-                self.captures[call.bucket].replay(valid_rows=valid)
+                if valid is None and call.seed % 4 == 3:
+                    for step in capture.segments:
+                        step()
+                else:
+                    capture.replay(valid_rows=valid)
             return [t.clone() for t in self.outs[call.bucket]]
 
         self.beside(call, valid, run, f"{call}: result")
@@ -128,50 +145,72 @@ class Bare:
                 eager_agrees(self.case.program, got, call.valid, x_eager, eager, call.seed)
 
 
-def play_runner(case: RunnerCase, device: Device) -> None:
-    """Serve calls with a runner; each beside its reference."""
-    place, world, pool = device.torch_device, World.make(device.torch_device, 2), pool_of(device)
+class Served:
+    """Calls of a runner, or of two on one pool; each beside its reference."""
 
-    def forward(x: Tensor) -> Any:
-        return outputs_as(case.outputs, case.program.run(x, world))
+    def __init__(self, case: RunnerCase, device: Device) -> None:
+        self.case, self.place, self.pool = case, device.torch_device, pool_of(device)
+        self.worlds = [World.make(self.place, 2 + i) for i in range(2 if case.twins else 1)]
+        self.runners = [self.runner(world, device) for world in self.worlds]
 
-    def forward_of_ctx(x: Tensor, ctx: Any) -> Any:
-        return outputs_as(case.outputs, case.program.run(x, world))
+    def runner(self, world: World, device: Device) -> GraphRunner:
+        case = self.case
 
-    runner = GraphRunner(
-        forward_of_ctx if case.takes_ctx else forward, {"x": Input(token_dim=0, pad=case.pad)}, case.buckets, pool=pool,
-        device=device, progress=False, outputs="lease" if case.lease else "copy",
-        capture_ctx=(lambda bucket: world.context(bucket)) if case.capture_ctx else None,
-    )  # fmt: skip
-    with runner, torch.inference_mode():
-        if case.explicit is not None:
-            before = world.clone()
-            runner.capture(values(case.explicit, 3, place), ctx=world.context(3))
-            compare("capture() left a trace: world tensor", world.tensors(), before.tensors())
-        for seed, n in enumerate(case.lengths):
-            _call(case, runner, world, pool, n, seed, place)
-        assert not runner.stats.eager, runner.stats
+        def forward(x: Tensor, bias: Tensor | None = None) -> Any:
+            return outputs_as(case.outputs, case.program.run(x if bias is None else x + bias, world))
 
+        def forward_of_ctx(x: Tensor, ctx: Any, bias: Tensor | None = None) -> Any:
+            return forward(x, bias)
 
-def _call(case: RunnerCase, runner: GraphRunner, world: World, pool: Any, n: int, seed: int, place: torch.device) -> None:
-    x = values(n, seed, place)
-    before = world.clone()
-    theirs = world.context(seed)
-    torch.manual_seed(seed)
-    want = _tensors(runner.reference(x.clone(), ctx=theirs))
-    after = world.clone()
-    world.restore(before)
-    ours = world.context(seed)
-    pool.poison()
-    torch.manual_seed(seed)
-    answer = runner(x, ctx=ours)
-    got = [t.clone() for t in _tensors(answer.value if case.lease else answer)]
-    what = f"call {seed} of {n} rows: result"
-    compare(what, got, want)
-    compare(f"{what} aside, world tensor", world.tensors(), after.tensors())
-    compare(f"{what} aside, context tensor", ours.tensors(), theirs.tensors())
-    with segue.active_forward(before.context(seed)):
-        eager_agrees(case.program, got, n, x, before, seed)
+        return GraphRunner(
+            forward_of_ctx if case.takes_ctx else forward,
+            {"x": Input(token_dim=0, pad=case.pad), "bias": Input(token_dim=0, pad=0.5, optional=True)},
+            case.buckets,
+            pool=self.pool,
+            device=device,
+            progress=False,
+            outputs="lease" if case.lease else "copy",
+            capture_ctx=(lambda bucket: world.context(bucket)) if case.capture_ctx else None,
+        )
+
+    def play(self) -> None:
+        case = self.case
+        with torch.inference_mode():
+            if case.explicit is not None:
+                for runner, world in zip(self.runners, self.worlds, strict=True):
+                    before = world.clone()
+                    runner.capture(values(case.explicit, 3, self.place), ctx=world.context(3))
+                    compare("capture() left a trace: world tensor", world.tensors(), before.tensors())
+            for i, n in enumerate(case.lengths):
+                turn = i % len(self.runners)
+                if case.recaptures == i:
+                    self.runners[turn].recapture()
+                self.call(self.runners[turn], self.worlds[turn], n, i)
+        for runner in self.runners:
+            assert not runner.stats.eager, runner.stats
+            runner.close()
+        usage = self.pool.usage()
+        assert not (usage.live or usage.reserved), f"closed runners leave memory in their pool: {usage}"
+
+    def call(self, runner: GraphRunner, world: World, n: int, i: int) -> None:
+        x = values(n, i, self.place)
+        bias = {"bias": values(n, i + 50, self.place)} if self.case.biased >> i & 1 else {}
+        before, theirs = world.clone(), world.context(i)
+        torch.manual_seed(i)
+        want = _tensors(runner.reference(x.clone(), ctx=theirs, **bias))
+        after = world.clone()
+        world.restore(before)
+        ours = world.context(i)
+        self.pool.poison()
+        torch.manual_seed(i)
+        answer = runner(x, ctx=ours, **bias)
+        got = [t.clone() for t in _tensors(answer.value if self.case.lease else answer)]
+        what = f"call {i} of {n} rows: result"
+        compare(what, got, want)
+        compare(f"{what} aside, world tensor", world.tensors(), after.tensors())
+        compare(f"{what} aside, context tensor", ours.tensors(), theirs.tensors())
+        with segue.active_forward(before.context(i)):
+            eager_agrees(self.case.program, got, n, x + bias["bias"] if bias else x, before, i)
 
 
 def _tensors(value: Any) -> list[Tensor]:

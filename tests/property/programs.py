@@ -1,9 +1,9 @@
 """Random forwards as data: instructions over typed registers, resolved once, run by one interpreter in every mode.
 
-An instruction names its operands by number, taken modulo the registers of the type it wants, so that any tuple of numbers
-means something and hypothesis can shrink it. What a register holds is known beforehand, by type: ``rows`` [R, 3] float32,
-``half`` [R, 2], ``cols`` [3, R], ``low`` [R, 3] bfloat16, ``ints`` [R, 3] int64, ``wide`` an expanded [R, 3] that is read
-only, ``vec`` [3], ``scal`` [], ``void`` [0, 3].
+An instruction names its operands by number, taken modulo the registers of the type it wants, so that any numbers mean
+something and hypothesis can shrink them. What a register holds is known beforehand, by type: ``rows`` [R, 3]
+float32, ``half`` [R, 2], ``cols`` [3, R], ``low`` [R, 3] bfloat16, ``ints`` [R, 3] int64, ``wide`` an expanded [R, 3]
+that is read only, ``vec`` [3], ``scal`` [], ``void`` [0, 3].
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from property.breaks import Break, run_break
 from property.ops import OPS, Op
 from property.world import World
-from torch import Tensor
 
 Registers = dict[int, Tensor]
 
@@ -95,14 +96,15 @@ class Program:
     def _loses_alias(self) -> bool:
         """Whether something may be written in place after a break returned memory that it doesn't own, or twice.
 
-        Hand-offs are copies: of the valid rows of an argument, of the context's tensors, of each view of one result. In eager
-        a write to one shows in the other; in the reference and in replays it doesn't.
+        Hand-offs are copies: of the valid rows of an argument, of the context's tensors, of each view of one result. In
+        eager a write to one shows in the other; in the reference and in replays it doesn't.
         """
         returned = False
-        for line in self.lines:
-            if returned and (isinstance(line.what, Break) and line.what.writes or not isinstance(line.what, Break) and line.what.op[-1] == "_"):
+        for what in (line.what for line in self.lines):
+            writes = what.writes if isinstance(what, Break) else what.op.endswith("_")
+            if returned and writes:
                 return True
-            returned = returned or (isinstance(line.what, Break) and line.what.aliases)
+            returned = returned or (isinstance(what, Break) and what.aliases)
         return False
 
     @property

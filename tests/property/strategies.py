@@ -5,13 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
+
 from property import breaks
 from property.breaks import Break
 from property.ops import OPS
 from property.programs import Instr, Program
 
 BUCKETS = (1, 4, 5, 8, 16)  # 2 and 3 are sizes of other dimensions
-_FAVOURED = ("add", "mul", "linear", "sum0", "slice", "add_", "part_", "half_", "addv", "widen")  # others are drawn as well
+_FAVOURED = (
+    "add",
+    "mul",
+    "linear",
+    "sum0",
+    "slice",
+    "add_",
+    "part_",
+    "half_",
+    "addv",
+    "widen",
+)  # others are drawn as well
 _CALM = tuple(name for name, op in OPS.items() if not op.mixes and not op.jumpy)
 _number = st.integers(0, 5)
 _picks = st.tuples(_number, _number, _number)
@@ -19,17 +31,29 @@ _picks = st.tuples(_number, _number, _number)
 
 def _breaks(how: tuple[str, ...], body: tuple[str, ...], gives: tuple[str, ...]) -> st.SearchStrategy[Break]:
     said = {
-        "how": st.sampled_from(how), "second": st.sampled_from(breaks.SECOND), "picks": _picks,
-        "passed": st.sampled_from(breaks.CONTEXTS), "body": st.lists(st.sampled_from(body), max_size=3).map(tuple),
-    }  # fmt: skip
+        "how": st.sampled_from(how),
+        "second": st.sampled_from(breaks.SECOND),
+        "picks": _picks,
+        "passed": st.sampled_from(breaks.CONTEXTS),
+        "body": st.lists(st.sampled_from(body), max_size=3).map(tuple),
+    }
     returning = st.builds(
-        Break, gives=st.lists(st.sampled_from(gives), min_size=1, max_size=3).map(tuple), wrap=st.sampled_from(breaks.WRAPS),
-        exact=st.booleans(), keywords=st.booleans(), **said,
-    )  # fmt: skip
+        Break,
+        gives=st.lists(st.sampled_from(gives), min_size=1, max_size=3).map(tuple),
+        wrap=st.sampled_from(breaks.WRAPS),
+        exact=st.booleans(),
+        keywords=st.booleans(),
+        closure=st.integers(0, 7).map(lambda i: i == 7),
+        **said,
+    )
     filling = st.builds(
-        Break, exact=st.booleans(), into=st.sampled_from(("out", "here")), target=st.sampled_from(breaks.TARGETS),
-        fills=st.booleans(), **said,
-    )  # fmt: skip
+        Break,
+        exact=st.booleans(),
+        into=st.sampled_from(("out", "here")),
+        target=st.sampled_from(breaks.TARGETS),
+        fills=st.booleans(),
+        **said,
+    )
     return st.integers(0, 2).flatmap(lambda i: filling if i == 2 else returning)
 
 
@@ -37,7 +61,10 @@ def _programs(ops: tuple[str, ...], some_break: st.SearchStrategy[Break]) -> st.
     instr = st.builds(Instr, st.sampled_from(ops), _picks)
     steps = st.lists(st.integers(0, 2).flatmap(lambda i: some_break if i == 2 else instr), max_size=12)
     return st.builds(
-        lambda a, b, results: Program((*a, *b), results), steps, steps, st.lists(_number, min_size=1, max_size=3).map(tuple)
+        lambda a, b, results: Program((*a, *b), results),
+        steps,
+        steps,
+        st.lists(_number, min_size=1, max_size=3).map(tuple),
     )
 
 
@@ -45,9 +72,14 @@ programs = st.one_of(
     _programs((*_FAVOURED, *OPS), _breaks(breaks.HOW, breaks.BODY, breaks.GIVES)),
     # Whatever these do, plain eager on unpadded rows agrees.
     _programs(
-        _CALM, _breaks(breaks.HOW[1:], tuple(b for b in breaks.BODY if b != "noise"), tuple(g for g in breaks.GIVES if g not in ("low", "ints"))),
+        _CALM,
+        _breaks(
+            breaks.HOW[1:],
+            tuple(b for b in breaks.BODY if b != "noise"),
+            tuple(g for g in breaks.GIVES if g not in ("low", "ints")),
+        ),
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -87,6 +119,9 @@ class RunnerCase:
     outputs: str = "one"
     lease: bool = False
     takes_ctx: bool = False
+    biased: int = 0  # bits: calls that give the optional input
+    twins: bool = False  # two runners on one pool take turns
+    recaptures: int = -1  # before this call
 
 
 def _valid(bucket: int) -> st.SearchStrategy[int]:
@@ -102,9 +137,16 @@ def bare_cases(draw: st.DrawFn) -> BareCase:
         here = draw(st.lists(st.sampled_from(buckets[: i + 1]).flatmap(_call), min_size=1, max_size=4))
         calls.append(tuple(here))
     return BareCase(
-        draw(programs), tuple(buckets), at_capture, tuple(calls), draw(st.sampled_from((0, 0, 1, 2))), draw(st.sampled_from((True, True, False))),
-        draw(st.booleans()), draw(st.sampled_from(("random", "zero", "nan"))), draw(st.booleans()),
-    )  # fmt: skip
+        draw(programs),
+        tuple(buckets),
+        at_capture,
+        tuple(calls),
+        draw(st.sampled_from((0, 0, 1, 2))),
+        draw(st.sampled_from((True, True, False))),
+        draw(st.booleans()),
+        draw(st.sampled_from(("random", "zero", "nan"))),
+        draw(st.booleans()),
+    )
 
 
 def _call(bucket: int) -> st.SearchStrategy[Call]:
@@ -118,7 +160,16 @@ def runner_cases(draw: st.DrawFn) -> RunnerCase:
     edges = sorted({0, 1, *buckets, *(b - 1 for b in buckets)})
     lengths = draw(st.lists(st.one_of(st.sampled_from(edges), st.integers(0, top)), min_size=2, max_size=9))
     return RunnerCase(
-        draw(programs), buckets, tuple(lengths), draw(st.one_of(st.none(), st.integers(0, top))), draw(st.booleans()),
-        draw(st.sampled_from((0.0, 1.0, float("nan")))), draw(st.sampled_from(("one", "dict", "tuple"))), draw(st.booleans()),
+        draw(programs),
+        buckets,
+        tuple(lengths),
+        draw(st.one_of(st.none(), st.integers(0, top))),
         draw(st.booleans()),
-    )  # fmt: skip
+        draw(st.sampled_from((0.0, 1.0, float("nan")))),
+        draw(st.sampled_from(("one", "dict", "tuple"))),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.sampled_from((0, 0, 5, 6, 511))),
+        draw(st.booleans()),
+        draw(st.integers(-1, 6)),
+    )

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, note, settings
-from property.play import Bare, play_runner
-from property.strategies import BareCase, RunnerCase, bare_cases, runner_cases
 
+from property.play import Bare, Served
+from property.strategies import BareCase, RunnerCase, bare_cases, runner_cases
 from segue import devices
 from segue.devices import Device
 
@@ -26,14 +26,19 @@ def _budget(usual: int, nightly: int) -> Callable[[Callable[..., None]], Callabl
     """Few programs, always the same, or with SEGUE_FUZZ=nightly many, never the same."""
     examples = int(os.environ.get("SEGUE_FUZZ_EXAMPLES", "0")) or (nightly if _NIGHTLY else usual)
     return settings(
-        max_examples=examples, derandomize=not _NIGHTLY, database=None, deadline=None, print_blob=False,
-        phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+        max_examples=examples,
+        derandomize=not _NIGHTLY,
+        database=None,
+        deadline=None,
+        print_blob=False,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Tensors of a few rows, so that threads would only slow each other down, and no warnings that a forward has no break."""
+    """One thread, since tensors have a few rows; and no warnings that a forward has no break."""
     before, log = torch.get_num_threads(), logging.getLogger("segue")
     level = log.level
     torch.set_num_threads(1)
@@ -44,22 +49,22 @@ def quiet() -> Iterator[None]:
 
 
 def _bare(case: BareCase, device: Device) -> None:
-    note(case.program.code())
+    note(f"{case.program}\n{case.program.code()}")
     Bare(case, device).play()
 
 
 def _runner(case: RunnerCase, device: Device) -> None:
-    note(case.program.code())
-    play_runner(case, device)
+    note(f"{case.program}\n{case.program.code()}")
+    Served(case, device).play()
 
 
-@_budget(250, 4000)
+@_budget(160, 4000)
 @given(bare_cases())
 def test_a_random_forward_replays_as_its_reference(case: BareCase) -> None:
     _bare(case, devices.resolve("emulator"))
 
 
-@_budget(150, 2000)
+@_budget(110, 2000)
 @given(runner_cases())
 def test_a_random_forward_in_a_runner_answers_as_its_reference(case: RunnerCase) -> None:
     _runner(case, devices.resolve("emulator"))

@@ -43,7 +43,11 @@ class World:
 
         g = torch.Generator().manual_seed(seed)
         return cls(
-            values(WIDTH, WIDTH), values(WIDTH), values(MOST_ROWS, WIDTH), values(SLOTS, WIDTH), torch.zeros((), device=device)
+            values(WIDTH, WIDTH),
+            values(WIDTH),
+            values(MOST_ROWS, WIDTH),
+            values(SLOTS, WIDTH),
+            torch.zeros((), device=device),
         )
 
     def tensors(self) -> list[Tensor]:
@@ -60,10 +64,9 @@ class World:
 
     def context(self, seed: int) -> Context:
         """The context of a forward, the same for the same seed. It is this world's from now on."""
-        g = torch.Generator().manual_seed(seed)
-        device = self.cache.device
-        slots, deep = torch.randperm(SLOTS, generator=g).to(device), (torch.randint(-8, 9, (WIDTH,), generator=g) / 8.0).to(device)
-        shift = (torch.randint(-8, 9, (WIDTH,), generator=g) / 8.0).to(device)
+        g, device = torch.Generator().manual_seed(seed), self.cache.device
+        slots = torch.randperm(SLOTS, generator=g).to(device)
+        deep, shift = ((torch.randint(-8, 9, (WIDTH,), generator=g) / 8.0).to(device) for _ in range(2))
         scale = (seed % 5 - 2) / 2.0
         self.ctx = Context(scale, shift, self.cache, {"slots": slots, "none": None, "deep": deep})
         return self.ctx

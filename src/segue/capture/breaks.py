@@ -62,7 +62,7 @@ def break_point(
 
 
 def break_here(fn: Callable[..., Any], dst: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run ``fn(*args, **kwargs)`` as a break whose result is copied into ``dst`` (a tensor or a structure of them), and return ``dst``.
+    """Run ``fn(*args, **kwargs)`` as a break whose result is copied into ``dst`` (tensors), and return ``dst``.
 
     ``fn`` may fill ``dst`` itself and return None. Rows of the result may be fewer than those of ``dst``; the others are zeroed.
     """
@@ -145,9 +145,8 @@ class Break:
     def runner(self) -> Callable[[], None]:
         """What a replay calls: the function on the live values, its results taken. ``state`` says which rows are valid."""
         call = self.bound.caller(self._fn)
-        if self._clears or isinstance(self._take, Branch):
-            take = self._accept
-        else:
+        take: Take = self._accept
+        if not self._clears and not isinstance(self._take, Branch):
             take = self._take if self._single is None else self._single.taker()
 
         def run() -> None:

@@ -77,7 +77,7 @@ class Handoff:
                 if valid is not None and valid < full:
                     cut(valid)[1].zero_()
             else:
-                known = views.get(valid)
+                known = None if valid is None else views.get(valid)
                 if known is not None and t.shape == known[0].shape:
                     known[0].copy_(t)
                     known[1].zero_()

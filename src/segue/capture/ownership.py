@@ -118,7 +118,8 @@ class Ownership:
                 raise _context_moved(path, used)
 
     def _tensors(self) -> list[Tensor]:
-        return [*map(getitem, self._holders, self._keys), *self._loose]
+        held: Iterable[Any] = map(getitem, self._holders, self._keys)
+        return [*held, *self._loose]
 
     def _moved(self) -> ReplayError:
         pointers = iter(self._pointers)
@@ -210,8 +211,8 @@ def _places(root: Any) -> tuple[dict[int, Place], bool]:
 def _is_compiled(value: Any) -> bool:
     if isinstance(value, torch.nn.Module):
         return getattr(value, "_compiled_call_impl", None) is not None or "_torchdynamo_orig_callable" in value.__dict__
-    held = getattr(value, "__dict__", None) if isinstance(value, FunctionType) else None
-    return bool(held) and "_torchdynamo_orig_callable" in held and not held.get("_torchdynamo_disable", False)
+    held: dict[str, Any] = value.__dict__ if isinstance(value, FunctionType) else {}
+    return "_torchdynamo_orig_callable" in held and not held.get("_torchdynamo_disable", False)
 
 
 def _held(value: Any) -> Iterator[tuple[Any, Any, Any, str]]:

@@ -15,6 +15,6 @@ def scrub_padding_tail(n: int | None, *tensors: Tensor, dim: int = 0) -> None:
 
 
 def slice_to_real_tokens(n: int | None, *tensors: Tensor, dim: int = 0) -> Tensor | tuple[Tensor, ...]:
-    """The first ``n`` rows along ``dim`` of each tensor, as views: a tensor for one, a tuple for more. ``n=None``: as they are."""
+    """The first ``n`` rows along ``dim`` of each tensor, as views: a tensor for one, a tuple for more. ``n=None``: all."""
     cut = tuple(t if n is None or n >= t.shape[dim] else t.narrow(dim, 0, n) for t in tensors)
     return cut[0] if len(cut) == 1 else cut

@@ -11,7 +11,7 @@ from segue.capture.breaks import Break
 from segue.capture.ownership import Ownership
 from segue.capture.state import state
 from segue.devices import Pool, Segment
-from segue.errors import UsageError
+from segue.errors import ReplayError, UsageError
 
 Step = Segment | Break
 
@@ -20,10 +20,12 @@ class Program:
     """Runs the steps of one capture. Holds its segments and hand-offs, and no reference to the capture itself."""
 
     def __init__(
-        self, steps: list[Step], ownership: Ownership, pool: Pool, rows: int | None, name: str, inference: bool
+        self, steps: list[Step], ownership: Ownership, pool: Pool, rows: int | None, name: str
     ) -> None:
         self.ownership = ownership
-        self._pool, self._rows, self._name, self._inference = pool, rows, name, inference
+        self._pool, self._rows, self._name, self._inference = pool, rows, name, torch.is_inference_mode_enabled()
+        self._kind = pool.device.torch_device.type
+        self._autocast = _torch.autocast_state(self._kind)
         self.callables: list[Callable[[], None]] = []
         live: list[Callable[[], None]] = []
         for step in steps:
@@ -53,6 +55,8 @@ class Program:
         with pool.turn():
             s.pool, s.rows, s.valid, s.inside_break, s.reference, s.phase = pool, self._rows, valid_rows, True, False, None
             try:
+                if _torch.autocast_state(self._kind) != self._autocast:
+                    raise self._cast_otherwise()
                 check()
                 if self._inference and not torch.is_inference_mode_enabled():
                     with _torch.inference_guard(True):
@@ -65,6 +69,13 @@ class Program:
             finally:
                 s.pool, s.rows, s.valid, s.inside_break, s.reference, s.phase = before
 
+    def _cast_otherwise(self) -> ReplayError:
+        return ReplayError(
+            f"{self._name} was captured under autocast {_say(self._autocast)} and is replayed under autocast "
+            f"{_say(_torch.autocast_state(self._kind))}. Its segments would cast as they did, its breaks otherwise: keep "
+            "autocast as it was, or capture a forward that turns it on by itself."
+        )
+
     def _alone(self, step: Callable[[], None]) -> Callable[[], None]:
         def run_break() -> None:
             self._within((step,), None, _nothing)
@@ -75,6 +86,10 @@ class Program:
 def _run(steps: tuple[Callable[[], None], ...]) -> None:
     for step in steps:
         step()
+
+
+def _say(autocast: torch.dtype | None) -> str:
+    return "off" if autocast is None else f"to {autocast}"
 
 
 def _nothing() -> None:

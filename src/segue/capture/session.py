@@ -158,7 +158,7 @@ class BreakableCapture:
         if first is None:
             self._status = "captured"
             if not self.breaks and self._root is None:
-                log.warning("segue: %s met no break point: all of it, attention included, replays at the captured shape", self.name)
+                log.warning("segue: %s met no break point: all of it replays at the captured shape", self.name)
             return
         self._fail(first)
         self._retire()
@@ -260,14 +260,14 @@ class BreakableCapture:
         baked = {path: held for s in self._steps if isinstance(s, Break) for path, held in s.bound.context_tensors.items()}
         self._watch.claim()
         ownership = Ownership(self.externals, self._root, baked)
-        return Program(self._steps, ownership, self.pool, self.rows, self.name, torch.is_inference_mode_enabled())
+        return Program(self._steps, ownership, self.pool, self.rows, self.name)
 
     def _begin(self) -> None:
         with uninterrupted():
             recording = self.device.begin(self.pool)
             recording.reenter = self._watch
             self._recording = self._watch.recording = recording
-            self._watch.__enter__()
+            self._watch.__enter__()  # type: ignore[no-untyped-call]
             state.phase = "segment"
 
     def _end(self) -> None:
@@ -295,7 +295,7 @@ class BreakableCapture:
         if self._watch.recording is not None:
             self._watch.recording = None
             state.phase = None
-            self._watch.__exit__(None, None, None)
+            self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _named(self, error: BaseException) -> CaptureError | None:
         """A better error for one whose own text doesn't say what a capture has to do with it."""

@@ -65,7 +65,7 @@ class Watch(TorchDispatchMode):
     """Observes the ops of all segments of one capture and passes them to the recording under way."""
 
     def __init__(self, pool: Pool, name: str, on_write: OnWrite | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._name = name
         self._made: set[int] = set()  # addresses of pool blocks that this capture has written or was seen to allocate
         self._before: list[tuple[int, int]] = []  # pool blocks that were alive when it began

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from segue.check.oplog import FLOATS
 from segue.runner.binding import Binder, Call
 from segue.runner.capturing import example_rows
 from segue.runner.inputs import Leaf
@@ -53,7 +54,7 @@ def lengths_of(bucket: int) -> list[int]:
 
 
 def variants(base: Call, binder: Binder) -> tuple[dict[str, Call], list[str]]:
-    """The example as it is, and with each optional input toggled; and the toggles that can't be tried, with the reason."""
+    """The example as it is and with each optional input toggled, and the toggles that can't be tried, with reasons."""
     found, left = {AS_GIVEN: base}, []
     for i, leaf in enumerate(binder.leaves):
         if not leaf.optional:
@@ -66,7 +67,9 @@ def variants(base: Call, binder: Binder) -> tuple[dict[str, Call], list[str]]:
         else:
             name, made = f"with {leaf.name}", _made_up(leaf, base)
             if made is None:
-                left.append(f"{name} was not tried: its shape isn't known. Give an example with it, or shape= and dtype=")
+                left.append(
+                    f"{name} was not tried: its shape isn't known. Give an example with it, or shape= and dtype="
+                )
                 continue
             tensors[i] = made
         if len(found) < _MOST_VARIANTS:
@@ -95,7 +98,7 @@ def with_tensors(call: Call, tensors: list[Tensor | None], binder: Binder) -> Ca
 
 
 def perturb_tails(tensors: Sequence[Tensor | None], case: Case, binder: Binder) -> None:
-    """Overwrite the padded rows of floating-point inputs with values larger than any real one, finite and of both signs.
+    """Overwrite the padded rows of floating-point inputs with values larger than any real one: finite, of both signs.
 
     Integer inputs keep their padding: an index may be out of range otherwise. So do masks, whose padding has a meaning.
     """
@@ -116,7 +119,7 @@ def perturb_tails(tensors: Sequence[Tensor | None], case: Case, binder: Binder) 
 
 def _free(leaf: Leaf, t: Tensor) -> bool:
     """Whether an input's numbers may be replaced: floating point, and not a column of mask values."""
-    if not t.is_floating_point():
+    if t.dtype not in FLOATS:
         return False
     dim = leaf.declared.dim
     if dim is None or not t.numel() or t.numel() != t.shape[dim]:
@@ -137,7 +140,9 @@ def _made_up(leaf: Leaf, base: Call) -> Tensor | None:
             pad = leaf.declared.pad
             fill = 0 if pad is None or isinstance(pad, str) or pad < 0 else pad
             return torch.full(sizes, fill, dtype=spec.dtype, device=spec.device)
-        return torch.linspace(-1, 1, max(1, _count(sizes)), device=spec.device)[: _count(sizes)].view(sizes).to(spec.dtype)
+        return (
+            torch.linspace(-1, 1, max(1, _count(sizes)), device=spec.device)[: _count(sizes)].view(sizes).to(spec.dtype)
+        )
 
 
 def _count(sizes: Sequence[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -18,12 +19,11 @@ from segue.check.frozen import Recorded, frozen_values
 from segue.check.lab import FINITE, NAN, Lab, World
 from segue.check.locate import origin
 from segue.check.oplog import OpLog
-from segue.check.outcome import Outcome, differing
-from segue.check.replays import first_break, first_op
+from segue.check.outcome import Outcome, Padded, differing
+from segue.check.replays import Place, first_break, first_op
 from segue.check.report import Finding, Report
 from segue.errors import NoBucketError, SegueError, UsageError
 from segue.runner.binding import Call
-from segue.runner.capturing import synthetic
 from segue.runner.runner import GraphRunner
 
 _PADDING = "Move it into a break point that trims its arguments, break_point(trim=...), or keep padded rows out of it"
@@ -56,14 +56,16 @@ class _Checker:
         self.blamed: set[Group] = set()  # differences of these have a finding already
         self.comparisons = self.replays = 0
         self._labs: list[Lab] = []
-        self.world = World(runner.fn, ctx, runner.state)
+        self.world = World(runner.fn, ctx, runner.state, self.device.torch_device)
         self.first = self._lab()
-        base = self._example(ctx)
-        if not self.world.varied and base.ctx is not None:
-            self.world = World(runner.fn, base.ctx, runner.state)
-            self.first.world = self.world
+        if not (args or kwargs):
+            self.notes["no example was given, so all rows are the same: give one for a sharper check"] = None
+        base = self.first.example(args, kwargs)
+        self.world = self.first.world
         self.original = self.world._plain
-        self.example = Case(AS_GIVEN, tried.resized(base, self.first.binder, min(base.tokens, runner.ladder.max)), 0, None, 0)
+        self.example = Case(
+            AS_GIVEN, tried.resized(base, self.first.binder, min(base.tokens, runner.ladder.max)), 0, None, 0
+        )
         self.groups = self._groups(base)
         pads = (leaf.declared.pad for leaf in self.first.binder.leaves)
         self.trash = [p for p in pads if isinstance(p, int) and not isinstance(p, bool) and p >= 0]
@@ -72,6 +74,9 @@ class _Checker:
         self._settle()
         one = self._capture_all(self.first, list(self.groups))
         second = self._lab()
+        second.reference(
+            self._any_case(), OpLog()
+        )  # a number of forwards that is odd: a flag that toggles is the other way now
         two = self._capture_all(second, list(self.groups)[::-1])
         for group, recorded in one.items():
             if group in two:
@@ -97,26 +102,13 @@ class _Checker:
         self._labs.append(lab)
         return lab
 
-    def _example(self, ctx: Any) -> Call:
-        binder = self.first.binder
-        if self.args or self.kwargs:
-            args, kwargs = self.args, dict(self.kwargs)
-        else:
-            values, tensors = synthetic(binder)
-            args, kwargs = (), binder.placed(dict(zip(binder.names, values, strict=True)), tensors)
-            self.notes["no example was given, so all rows are the same: give one for a sharper check"] = None
-        call = binder.read(args, kwargs, None if self.world.varied else ctx)
-        binder.keep(call)
-        call.ctx = self.world.context(call.tokens, 0) if self.world.varied else call.ctx
-        return tried.with_tensors(call, call.tensors, binder)
-
     def _groups(self, base: Call) -> dict[Group, list[Case]]:
         """The calls to try, by variant and bucket, the largest bucket first."""
         runner, binder = self.runner, self.first.binder
         fixed = runner.request_ladder is not None or (base.ctx is not None and not self.world.varied)
         if fixed and base.ctx is not None and not self.world.varied:
-            text = "the context is one object, so only its own number of tokens was tried, and no other context: give a function"
-            self.notes[f"{text} from the number of tokens to a context for more"] = None
+            text = "the context is one object, so only its own number of tokens was tried, and no other context: give a"
+            self.notes[f"{text} function from the number of tokens to a context for more"] = None
         ladder = [b for b in runner.ladder if b not in runner.admission.left_out and (not fixed or b >= base.tokens)]
         decision = runner.admit(base.tokens, base.requests)
         if not ladder or (fixed and decision.bucket is None):
@@ -133,6 +125,9 @@ class _Checker:
                     groups[name, bucket] = _cases(name, call, bucket, decision.requests, lengths, self.first)
         return groups
 
+    def _any_case(self) -> Case:
+        return next(iter(self.groups.values()))[0]
+
     def _settle(self) -> None:
         """Run eagerly once, so that what the forward builds on first use is there."""
         case = self.example
@@ -143,7 +138,7 @@ class _Checker:
         self.world.settle()
 
     def _capture_all(self, lab: Lab, order: Sequence[Group]) -> dict[Group, Recorded]:
-        """Capture every bucket: the first laboratory on the longest call, the other one on the shortest with other values."""
+        """Capture every bucket: the first lab on the longest call, the other one on the shortest with other values."""
         done: dict[Group, Recorded] = {}
         for group in order:
             case = self.groups[group][0 if lab is self.first else -1]
@@ -157,12 +152,12 @@ class _Checker:
         """What each call must give, once it is known not to depend on padded rows or uninitialised memory."""
         lab = self.first
         for i, case in enumerate(chosen):
+            want = lab.reference(case, OpLog())  # before eager, as it may write tensors that eager doesn't
             plain = lab.unpadded(case, OpLog())
             if plain.error is not None:
                 e = plain.error
                 self.notes[f"{case.label}: left out, as eager itself raises {type(e).__name__}: {e}"] = None
                 continue
-            want = lab.reference(case, OpLog())
             self.comparisons += 1
             if want.error is not None:
                 self._failed(want.error, f"the reference of {case.label}", group)
@@ -174,17 +169,20 @@ class _Checker:
             self._against_perturbed(lab, case, want, group)
             yield case, want
 
+    def _padded(self, case: Case) -> Padded:
+        return Padded(self.trash, case.bucket, case.tokens)
+
     def _repeatable(self, lab: Lab, case: Case, want: Outcome, group: Group) -> bool:
         again = lab.reference(case, OpLog())
         self.comparisons += 1
-        if again.error is None and not differing(again, want, True)[0]:
+        if again.error is None and not differing(again, want, True, self._padded(case))[0]:
             return True
-        if again.error is not None or differing(again, want, False)[0]:
+        if again.error is not None or differing(again, want, False, self._padded(case))[0]:
             rows = Rows(case.bucket, case.bucket, case.tokens, exact=True)
             x, y = (lab.reference(case, OpLog("values")) for _ in range(2))
             where, text = self._traced(x, y, rows)
             why = f"{case.label}: two eager forwards of the same call differ: {text}"
-            mend = "Keep state that changes in the context or in tensors, so that replay and reference can start from the same"
+            mend = "Keep what changes in the context or in tensors, so that replay and reference can start alike"
             self._add(Finding("unrepeatable", where, f"{why}. {mend}."), group)
         else:
             self.notes[f"{case.label}: not repeatable bit for bit (atomic adds?), so replays were not compared"] = None
@@ -192,7 +190,7 @@ class _Checker:
 
     def _against_unpadded(self, lab: Lab, case: Case, want: Outcome, plain: Outcome, group: Group) -> None:
         self.comparisons += 1
-        wrong, harmless = differing(plain, want, False, self.trash)
+        wrong, harmless = differing(plain, want, False, self._padded(case))
         self.notes.update(dict.fromkeys(harmless))
         if not wrong:
             return
@@ -202,26 +200,33 @@ class _Checker:
         self._add(Finding("padding", where, f"{why}. {_PADDING}."), group)
 
     def _against_perturbed(self, lab: Lab, case: Case, want: Outcome, group: Group) -> None:
-        """Over other padding, and with uninitialised memory full of NaN. Which of the two it is, is asked afterwards."""
+        """Over other padding, and with uninitialised memory full of NaN. Which of the two it is comes afterwards."""
         self.comparisons += 1
         other = lab.reference(case, OpLog(), perturbed=True, fill=NAN)
-        if other.error is None and not differing(other, want, True, self.trash)[0]:
+        if other.error is None and not differing(other, want, True, self._padded(case))[0]:
             return
         for kind, perturbed, fill, cause, mend in (
             ("padding", True, FINITE, "real rows depend on what padded rows hold", _PADDING),
-            ("uninitialised", False, NAN, "real rows depend on memory that nobody wrote", "Write all rows, or allocate zeros"),
+            (
+                "uninitialised",
+                False,
+                NAN,
+                "real rows depend on memory that nobody wrote",
+                "Write all rows, or allocate zeros",
+            ),
         ):
             other = lab.reference(case, OpLog("values"), perturbed, fill)
             if other.error is not None:
                 self._failed(other.error, f"the reference of {case.label} over other padding", group)
                 continue
-            wrong, _ = differing(other, want, True, self.trash)
+            wrong, _ = differing(other, want, True, self._padded(case))
             if wrong:
                 rows = Rows(case.bucket, case.bucket, case.tokens, exact=True)
                 where, text = self._traced(other, lab.reference(case, OpLog("values")), rows)
                 if text == _UNTRACED and group in self.blamed:
                     continue  # more of what was found already
-                why = f"{case.label}: {cause} ({next(iter(wrong))}). {text}"
+                right = ", right only while padding is as declared" if perturbed and group not in self.blamed else ""
+                why = f"{case.label}: {cause}{right} ({next(iter(wrong))}). {text}"
                 self._add(Finding(kind, where, f"{why}. {mend}."), group)
 
     def _replay(self, lab: Lab, group: Group, case: Case, want: Outcome) -> None:
@@ -233,7 +238,7 @@ class _Checker:
         if got.error is not None:
             self._failed(got.error, f"replaying {case.label}", group)
             return
-        wrong, _ = differing(got, want, True, self.trash)
+        wrong, _ = differing(got, want, True, self._padded(case))
         if not wrong or group in self.blamed:
             return
         place = self._first_in_replay(lab, case)
@@ -243,28 +248,34 @@ class _Checker:
             Finding(
                 "replay",
                 where,
-                f"{case.label}, {order}: the replay isn't what the reference gives ({next(iter(wrong))}). {text}. Something was "
-                "decided at capture, or is read from memory that others use: hand it in as an input, or read it in a break.",
+                f"{case.label}, {order}: the replay isn't what the reference gives ({next(iter(wrong))}): {text}. "
+                "Something was decided at capture, or is read from memory that others use: hand it in as an input, or "
+                "read it in a break.",
             ),
             group,
         )
 
-    def _first_in_replay(self, lab: Lab, case: Case) -> Any:
-        fresh = self._lab()
+    def _first_in_replay(self, lab: Lab, case: Case) -> Place | None:
         cases = [chosen[0] for chosen in self.groups.values()]
         order = cases if lab is self.first else cases[::-1]
-        try:
-            return first_op(fresh, order, case) or first_break(lab, case)
-        except SegueError as e:
-            self.notes[f"{case.label}: the difference could not be traced: {e}"] = None
-            return None
-        finally:
-            self._labs.remove(fresh)
-            fresh.close()
+        specs = [step.spec for step in lab.breaks(case)]
+        for find in (first_op, functools.partial(first_break, specs=specs)):
+            fresh = self._lab()
+            try:
+                if (place := find(fresh, order, case)) is not None:
+                    return place
+            except Exception as e:
+                if _torch.device_is_lost(e):
+                    raise
+                self.notes[f"{case.label}: the difference could not be traced: {type(e).__name__}: {e}"] = None
+            finally:
+                self._labs.remove(fresh)
+                fresh.close()
+        return None
 
     def _traced(self, got: Outcome, want: Outcome, rows: Rows) -> tuple[str, str]:
         """Where two references part, and in what words. ``rows``: of ``want``, then of ``got``."""
-        wrong, _ = differing(got, want, rows.exact, self.trash)
+        wrong, _ = differing(got, want, rows.exact, Padded(self.trash, rows.a, rows.real))
         found = origin(want.log, got.log, wrong.values(), rows)
         if found is None:
             return _where.of(self.runner.fn), _UNTRACED
@@ -311,9 +322,7 @@ class _Checker:
         )
 
 
-def _cases(
-    name: str, call: Call, bucket: int, requests: int | None, lengths: Sequence[int], lab: Lab
-) -> list[Case]:
+def _cases(name: str, call: Call, bucket: int, requests: int | None, lengths: Sequence[int], lab: Lab) -> list[Case]:
     """One call of each length, the last with other values; of a single length one with each."""
     found = [Case(name, tried.resized(call, lab.binder, n), bucket, requests, 0) for n in lengths]
     other = tried.other_values(found[-1].call, lab.binder)

@@ -102,7 +102,7 @@ class Dense(nn.Module):
         return x + self.mlp[i](x)  # type: ignore[no-any-return]
 
 
-def build(device: str = "cpu") -> Dense:
+def build(device: str = "cuda" if torch.cuda.is_available() else "cpu") -> Dense:
     """The trunk with random weights, the same ones each time."""
     torch.manual_seed(0)
     return Dense().to(device).eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Plain values that Python decided at capture and that another forward decides otherwise: two captures, side by side."""
+"""Plain values that Python decided at capture and another forward decides otherwise: two captures, side by side."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from segue.check.report import Finding
 
 _LONG = 60  # characters of a value shown
 _MEND = (
-    "A graph goes on with the captured value. Make it a tensor that is a declared input, a plain argument of the forward "
-    "(then it is part of the variant), or compute what depends on it in a break"
+    "A graph goes on with the captured value. Make it a tensor that is a declared input, a plain argument of the "
+    "forward (then it is part of the variant), or compute what depends on it in a break"
 )
 
 
@@ -36,7 +36,7 @@ def frozen_values(one: Recorded, two: Recorded, bucket: int) -> list[Finding]:
 
 
 def changed_attributes(one: Recorded, two: Recorded) -> str:
-    """Python attributes that were another value at the second capture: ``, and Model.step went from 2 to 4``, or nothing."""
+    """Python attributes with another value at the second capture: ``, and meanwhile step went from 2 to 4``."""
     changed = [
         f"{name} went from {value!r} to {two.attributes[name]!r}"
         for name, value in one.attributes.items()
@@ -87,8 +87,8 @@ def _in_breaks(one: Recorded, two: Recorded, bucket: int) -> list[Finding]:
                         "frozen",
                         called,
                         f"bucket {bucket}: break {x.spec.label} got {name}={_short(repr(value))} {one.label} and "
-                        f"{_short(repr(now))} {two.label}. A replay calls it with the captured value. Have the break read it from "
-                        "the live context, or pass it as a tensor.",
+                        f"{_short(repr(now))} {two.label}. A replay calls it with the captured value. Have the break "
+                        "read it from the live context, or pass it as a tensor.",
                     )
                 )
     return findings

@@ -1,4 +1,4 @@
-"""A private copy of a runner, on a pool of its own: its graphs can be poisoned and perturbed while the runner serves."""
+"""A private copy of a runner on a pool of its own: its graphs can be poisoned and perturbed while the runner serves."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from torch import Tensor
 from segue.capture import active_forward, current_forward_ctx, reference_frame
 from segue.capture.breaks import Break
 from segue.capture.watch import observing
-from segue.check.cases import Case, perturb_tails
+from segue.check.cases import Case, perturb_tails, with_tensors
 from segue.check.frozen import Recorded
-from segue.check.oplog import Keep, OpLog, Trace
+from segue.check.oplog import FLOATS, Keep, OpLog, Trace
 from segue.check.outcome import Outcome, Value, outputs_of, state_of, whole
 from segue.check.steady import Contents, PlainValues
 from segue.devices import Pool
 from segue.runner.attributes import plain_values
+from segue.runner.binding import Call
+from segue.runner.capturing import synthetic
 from segue.runner.inputs import Spec
 from segue.runner.outputs import owned
 from segue.runner.plan import Plan
@@ -31,17 +33,17 @@ NAN = float("nan")
 
 
 class World:
-    """What a forward can see besides its inputs, the same at the start of every run: contexts, generators, tensors, numbers.
+    """What a forward can see besides its inputs, the same at the start of every run: context, generators, state.
 
     Args:
         ctx: a context, or a function that makes one from the number of tokens.
         state: tensors that the runner was told of.
     """
 
-    def __init__(self, fn: Any, ctx: Any, state: Sequence[Tensor]) -> None:
+    def __init__(self, fn: Any, ctx: Any, state: Sequence[Tensor], device: torch.device) -> None:
         self.varied = callable(ctx) and not isinstance(ctx, torch.nn.Module)
-        self._ctx, self.state = ctx, list(state)
-        self.fn = fn
+        self.ctx, self.state = ctx, list(state)
+        self.fn, self._device = fn, device
         self.written: dict[int, tuple[Tensor, str]] = {}  # outside the forward, by address, with the line
         self._contents = None if self.varied or ctx is None else Contents(ctx)
         self._plain = PlainValues(fn)
@@ -55,7 +57,7 @@ class World:
         self.seed(seed)
         if self._contents is not None:
             self._contents.restore()
-        return self._ctx(tokens) if self.varied else self._ctx
+        return self.ctx(tokens) if self.varied else self.ctx
 
     def restore(self) -> None:
         """Put back plain values of the forward, and what a context held."""
@@ -63,16 +65,21 @@ class World:
         if self._contents is not None:
             self._contents.restore()
 
-    @staticmethod
-    def seed(seed: int) -> None:
-        torch.manual_seed(seed)
+    def seed(self, seed: int) -> None:
+        """Set the generators that a forward on this device may draw from, and no other device's."""
         random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                torch.cuda.manual_seed(seed)
 
 
 class Lab:
     """Runs the reference of a runner's buckets, captures them, and replays them, each run from the same start."""
 
-    def __init__(self, runner: GraphRunner, world: World, pool: Pool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, runner: GraphRunner, world: World, pool: Pool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self.world = world
         dims, request_dims = runner._output_dims
         self.runner = GraphRunner(
@@ -93,12 +100,27 @@ class Lab:
     def close(self) -> None:
         self.runner.close()
 
+    def example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The example call, bound and checked; one padded row where there is none and the inputs' shapes are known."""
+        world, binder = self.world, self.binder
+        named = dict(kwargs)
+        if not (args or kwargs):
+            values, tensors = synthetic(binder)
+            named = binder.placed(dict(zip(binder.names, values, strict=True)), tensors)
+        call = binder.read(args, named, None if world.varied else world.ctx)
+        binder.keep(call)
+        if world.varied:
+            call.ctx = world.context(call.tokens, 0)
+        elif call.ctx is not world.ctx:  # given as an argument
+            self.world = World(world.fn, call.ctx, world.state, world._device)
+        return with_tensors(call, call.tensors, binder)
+
     def unpadded(self, case: Case, log: OpLog) -> Outcome:
         """The forward at the call's own shape: eager."""
         return self._forward(case, case.tokens, case.call.requests, log, perturbed=False, fill=FINITE)
 
     def reference(self, case: Case, log: OpLog, perturbed: bool = False, fill: float = FINITE) -> Outcome:
-        """The forward at the bucket's shape. ``perturbed``: over other padding. ``fill``: what uninitialised memory holds."""
+        """The forward at the bucket's shape. ``perturbed``: over other padding. ``fill``: of uninitialised memory."""
         requests = -1 if case.requests is None else case.requests
         return self._forward(case, case.bucket, requests, log, perturbed, fill)
 
@@ -116,7 +138,9 @@ class Lab:
             with observing(log):
                 self.buckets.record(case.call, case.bucket, case.requests, ctx, strategy)
         values = "" if case.values == 0 else ", other values"
-        found = Recorded(f"when captured with {case.tokens} tokens{values}", log, self.breaks(case), plain_values(self.world.fn))
+        found = Recorded(
+            f"when captured with {case.tokens} tokens{values}", log, self.breaks(case), plain_values(self.world.fn)
+        )
         for t in self.plan(case).program.writes:
             address = t.untyped_storage().data_ptr()
             if address and not self.recorder.owns(t):
@@ -136,7 +160,7 @@ class Lab:
         return [s for s in getattr(capture, "_steps", ()) if isinstance(s, Break)]
 
     def replay(self, case: Case, perturbed: bool) -> Outcome:
-        """A replay over poisoned memory: free blocks, outputs, and what breaks allocate. ``perturbed``: over other padding."""
+        """A replay over poisoned free blocks, outputs and allocations of breaks. ``perturbed``: over other padding."""
         plan, call, log = self.plan(case), case.call, OpLog()
         requests = call.requests
         pool = self.recorder.pool
@@ -144,7 +168,7 @@ class Lab:
         def run(ctx: Any) -> dict[str, Value]:
             with self.recorder.lock, pool.turn():
                 for t in plan.layout.tensors:
-                    if pool.owns(t) and t.is_floating_point():
+                    if pool.owns(t) and t.dtype in FLOATS:
                         t.fill_(NAN)
                 pool.poison()
                 plan.stage.fill(call.tensors, case.tokens, requests, call.foreign)
@@ -192,9 +216,9 @@ class Lab:
             except Exception as e:
                 outcome.error = e
             written = self.world.written
-            for address, (t, where) in log.written.items():
+            for address, views in log.written.items():
                 if address in writes._saved and address not in written:
-                    written[address] = whole(t), where
+                    written[address] = whole(views[0].tensor), views[0].where
             outcome.state = state_of({a: at for a, at in written.items() if at[0].data_ptr()}, ctx)
         return outcome
 

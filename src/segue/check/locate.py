@@ -13,8 +13,10 @@ _AHEAD = 64  # ops looked at to find where two forwards meet again
 
 @dataclass(frozen=True)
 class Origin:
-    """``op``: where it begins; ``other``: the same op of the other forward, None where that one doesn't run it. ``how``: its
-    results differ. ``from_``: who wrote what it read. ``allocated``: who made uninitialised memory that it depends on.
+    """``op``: where it begins. ``other``: the same op of the other forward, None where that one doesn't run it.
+
+    ``how``: its results differ. ``from_``: who wrote what it read. ``allocated``: who made uninitialised memory that it
+    depends on.
     """
 
     op: Op
@@ -49,8 +51,8 @@ def origin(a: OpLog, b: OpLog, wrong: Iterable[int], rows: Rows, *, recorded: bo
 
     Args:
         wrong: storages of ``a`` that came out different, by address.
-        recorded: ``a`` is of a capture, so it has no ops of breaks; and what both kept is memory as it is after everything
-            ran, which only the last op that wrote it answers for.
+        recorded: ``a`` is of a capture, so it has no ops of breaks; and what both kept is memory as it is after
+            everything ran, which only the last op that wrote it answers for.
     """
     ours = [[o for o in log.ops if not o.ours and not (recorded and o.inside)] for log in (a, b)]
     partner = {id(x): y for x, y in align(*ours) if x is not None}

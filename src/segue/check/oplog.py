@@ -1,4 +1,4 @@
-"""Every dispatched op of a forward, in order: what Python decided about it, what it read and made, and whose line it was."""
+"""Every dispatched op of a forward, in order: what Python decided about it, what it read and made, and where."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ EMPTY = {
     "aten::empty.memory_format", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted", "aten::new_empty",
     "aten::new_empty_strided",
 }  # fmt: skip
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MOST_VIEWS = 256  # of one storage
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _subclass_free = Tensor.__torch_dispatch__
 
 
@@ -38,8 +39,9 @@ _subclass_free = Tensor.__torch_dispatch__
 class Op:
     """One op as the forward called it; what a composite op does inside isn't listed.
 
-    ``plain``: its arguments that aren't tensors, and tensors that live on the host, by name. ``reads``, ``writes``: addresses
-    of storages, which mean something while the log keeps the tensors; a view writes nothing. ``inside``: called in a break. ``ours``: segue's own bookkeeping. ``values``: its results as they
+    ``plain``: its arguments that aren't tensors, and tensors that live on the host, by name. ``reads``, ``writes``:
+    addresses of storages, which mean something while the log keeps the tensors; a view writes nothing. ``inside``:
+    called in a break. ``ours``: segue's own bookkeeping. ``segment``: of the capture. ``values``: its results as they
     were right after it; ``operands`` and ``results``: the tensors themselves.
     """
 
@@ -62,6 +64,15 @@ class Op:
         return self.name, self.where
 
 
+@dataclass(frozen=True)
+class Written:
+    """A tensor that was written in place. ``cleared``: by segue, because its rows are padding."""
+
+    tensor: Tensor
+    where: str
+    cleared: bool
+
+
 class OpLog:
     """An observer that lists ops, for a capture (:func:`segue.capture.watch.observing`) or under :class:`Trace`.
 
@@ -72,7 +83,7 @@ class OpLog:
 
     def __init__(self, keep: Keep = "nothing") -> None:
         self.ops: list[Op] = []
-        self.written: dict[int, tuple[Tensor, str]] = {}  # address -> what was written in place there first, and where
+        self.written: dict[int, list[Written]] = {}  # by address
         self._keep, self._inner = keep, False
 
     def __call__(self, run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -102,7 +113,9 @@ class OpLog:
             0 if state.capture is None else state.capture.graphs,
         )  # fmt: skip
         for t in targets:
-            self.written.setdefault(_key(t), (t.detach(), op.where))
+            views = self.written.setdefault(_key(t), [])
+            if len(views) < _MOST_VIEWS:
+                views.append(Written(t.detach(), op.where, op.ours and op.name == "aten::zero_"))
         if self._keep != "nothing":
             op.operands, op.results = operands, [*results, *(t for t in targets if all(t is not r for r in results))]
         if self._keep == "values":
@@ -135,9 +148,8 @@ class Trace(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        if self._fill is not None and isinstance(result, Tensor) and result.dtype in _FLOATS:
-            if _torch.op_name(func) in EMPTY:
-                result.fill_(self._fill)
+        if self._fill is not None and _torch.op_name(func) in EMPTY and result.dtype in FLOATS:
+            result.fill_(self._fill)
         return result
 
 
@@ -160,9 +172,11 @@ def _plain(given: dict[str, Any], func: Any) -> dict[str, str]:
 
 def _text(value: Any, given: dict[str, Any], func: Any) -> str | None:
     if isinstance(value, Tensor):
+        if value.dim() or value.device.type != "cpu":
+            return None
         lifted = _torch.op_name(func) == "aten::lift_fresh"
-        baked = value.device.type == "cpu" and any(t.device.type != "cpu" for v in given.values() for t in _tensors(v))
-        return str(value.item()) if value.dim() == 0 and (lifted or baked) else None
+        baked = any(t.device.type != "cpu" for v in given.values() for t in _tensors(v))
+        return str(value.item()) if lifted or baked else None
     if isinstance(value, Generator):
         return None
     if isinstance(value, list | tuple) and any(isinstance(v, Tensor) for v in value):
@@ -191,7 +205,11 @@ def _is_ours() -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_SEEN_THROUGH) and not name.startswith("<frozen ") and not name.endswith("contextlib.py"):
+        if (
+            not name.startswith(_SEEN_THROUGH)
+            and not name.startswith("<frozen ")
+            and not name.endswith("contextlib.py")
+        ):
             return name.startswith(_SEGUE)
         frame = frame.f_back
     return False

@@ -112,9 +112,9 @@ class _Gate:
         row["hidden"] = self._outputs(here, batch, "hidden", got.hidden, want.hidden[:count])
         row["cache"] = self._caches(here, batch, sessions, want)
         row["past the prompt"] = self._past(here, batch, sessions, before, want)
-        row["greedy"] = self._greedy(here, batch, sessions, got.logits, want)
         row["pads"] = self._pads(here, batch, sessions, want) if first else None
         row["control"] = self._control(here, prompts, batch, sessions, want) if first else None
+        row["greedy"] = self._greedy(here, batch, sessions, got.logits, want)  # last: the sessions grow
         self.report.rows.append(row)
 
     def _outputs(self, here: str, batch: Batch, name: str, got: Tensor, want: Tensor) -> str:

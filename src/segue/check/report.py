@@ -10,10 +10,10 @@ from dataclasses import dataclass
 class Finding:
     """One way in which a replay can differ from eager.
 
-    ``kind``: ``padding`` (real rows depend on padded ones), ``uninitialised`` (on memory nobody wrote), ``frozen`` (a plain
-    value that varies between forwards), ``replay`` (a replay isn't what the reference gives), ``unrepeatable`` (eager isn't
-    either), ``refused`` or ``error`` (it raised). ``where``: ``file.py:12 in forward``. ``text``: what happened, why, and
-    what mends it.
+    ``kind``: ``padding`` (real rows depend on padded ones), ``uninitialised`` (on memory nobody wrote), ``frozen`` (a
+    plain value that varies between forwards), ``replay`` (a replay isn't what the reference gives), ``unrepeatable``
+    (eager isn't either), ``refused`` or ``error`` (it raised). ``where``: ``file.py:12 in forward``. ``text``: what
+    happened, why, and what mends it.
     """
 
     kind: str
@@ -28,8 +28,8 @@ class Finding:
 class Report:
     """The outcome of :meth:`GraphRunner.check`.
 
-    ``forward``: what was checked. ``buckets``, ``lengths``, ``variants``: what was tried. ``comparisons``: forwards compared,
-    ``replays`` of them replays. ``notes``: what is worth knowing and no fault.
+    ``forward``: what was checked. ``buckets``, ``lengths``, ``variants``: what was tried. ``comparisons``: forwards
+    compared, ``replays`` of them replays. ``notes``: what is worth knowing and no fault.
     """
 
     forward: str
@@ -65,8 +65,9 @@ class Report:
         verdict = "ok" if self.ok else f"{len(self.findings)} finding{'s' if len(self.findings) > 1 else ''}"
         variants = "" if len(self.variants) < 2 else f"; variants: {', '.join(self.variants)}"
         return (
-            f"check of {self.forward} on {self.device}: {verdict}. {self.comparisons} forwards compared, {self.replays} of "
-            f"them replays, in {self.seconds:.1f} s; buckets {_list(self.buckets)}; lengths {_list(self.lengths)}{variants}"
+            f"check of {self.forward} on {self.device}: {verdict}. {self.comparisons} forwards compared, "
+            f"{self.replays} of them replays, in {self.seconds:.1f} s; buckets {_list(self.buckets)}; "
+            f"lengths {_list(self.lengths)}{variants}"
         )
 
     def __str__(self) -> str:

@@ -21,12 +21,14 @@ Put = Callable[[Any], None]
 class PlainValues:
     """Plain values (numbers, strings, None) held by name in what ``root`` reaches, as they are now.
 
-    Only these, and only where they are: what a forward builds once and keeps (tables, memos) must stay, since graphs may
-    have come to rely on it.
+    Only these, and only where they are: what a forward builds once and keeps (tables, memos) must stay, since graphs
+    may have come to rely on it.
     """
 
     def __init__(self, root: Any) -> None:
-        self._slots = [(holder, key, value) for holder, key, value in _reach(root) if type(value) in _PLAIN and key is not None]
+        self._slots = [
+            (holder, key, value) for holder, key, value in _reach(root) if type(value) in _PLAIN and key is not None
+        ]
 
     def restore(self) -> None:
         """Put back every one that changed."""

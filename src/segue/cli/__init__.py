@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from segue.cli import bench, demo, env
+from segue.cli import bench, check, demo, env, inspect, plan
 from segue.errors import SegueError
 
 app = typer.Typer(
@@ -19,6 +19,9 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("env")(env.env)
 app.add_typer(bench.app, name="bench")
+app.command("check")(check.check)
+app.command("plan")(plan.plan)
+app.command("inspect")(inspect.inspect)
 
 
 def main() -> None:

@@ -10,29 +10,50 @@ import torch
 from torch import Tensor
 
 from segue import _torch
+from segue.capture import BreakableCapture
 from segue.errors import UsageError
 from segue.prime.requests import Batch
 from segue.prime.trunk import Trunk
 
 
+class Offsets:
+    """``cu_seqlens``, int32 [requests + 1], at a fixed address."""
+
+    def __init__(self, bucket: int, requests: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.cu_seqlens = torch.zeros(requests + 1, dtype=torch.int32, device=device)
+            # Offsets are copied from here: a number from the host would have to travel through pinned memory.
+            numbers = torch.arange(bucket + 1, dtype=torch.int32, device=device)
+            self._numbers = list(numbers.split(1))
+            self._slots = list(self.cu_seqlens.split(1))[1:]
+        self._version = 0
+
+    def fill(self, offsets: Sequence[int]) -> None:
+        """Take where each request begins, and where the last one ends; the first number is 0."""
+        _torch.foreach_copy(self._slots, [self._numbers[at] for at in offsets[1:]])
+        self._version = self.cu_seqlens._version
+
+    def check(self) -> None:
+        """Raise UsageError if a forward has written them since."""
+        if self.cu_seqlens._version != self._version:
+            raise UsageError("the trunk's forward writes cu_seqlens, which other layers read. Let it work on a copy")
+
+
 class Inputs:
-    """At fixed addresses: the embedded tokens ``x`` [bucket, D], zero past the real rows, and ``cu_seqlens``."""
+    """At fixed addresses: the embedded tokens ``x`` [bucket, D], zero past the real rows, and their offsets."""
 
     def __init__(self, like: Tensor, bucket: int, requests: int) -> None:
         with torch.inference_mode(False):
             self.x = torch.zeros(bucket, *like.shape[1:], dtype=like.dtype, device=like.device)
-            self.cu_seqlens = torch.zeros(requests + 1, dtype=torch.int32, device=like.device)
-            # Offsets are copied from here: a number from the host would have to travel through pinned memory.
-            self._numbers = torch.arange(bucket + 1, dtype=torch.int32, device=like.device)
-            self._slots = [self.cu_seqlens[r : r + 1] for r in range(1, requests + 1)]
+        self.offsets = Offsets(bucket, requests, like.device)
         self._bucket, self._requests = bucket, requests
         self._dirty = 0  # rows from here on are zero
-        self.written = False  # the graph writes x, so that its tail is never known to be zero
+        self._written = False  # the graph writes x, so that its tail is never known to be zero
 
     def fill(self, rows: Sequence[Tensor], batch: Batch) -> None:
         """Take the embedded tokens of each request [n, D]."""
         total, start = batch.total, 0
-        dirty = self._bucket if self.written else self._dirty
+        dirty = self._bucket if self._written else self._dirty
         self._dirty = max(dirty, total)
         for part, n in zip(rows, batch.lengths, strict=True):
             if n:
@@ -41,7 +62,12 @@ class Inputs:
         if dirty > total:
             self.x[total:dirty].zero_()
         self._dirty = total
-        _torch.foreach_copy(self._slots, [self._numbers[at : at + 1] for at in batch.offsets(self._requests)[1:]])
+        self.offsets.fill(batch.offsets(self._requests))
+
+    def look_at(self, capture: BreakableCapture) -> None:
+        """Learn from a capture whether its graphs write ``x``."""
+        x = _torch.storage_key(self.x)
+        self._written = any(e.written and _torch.storage_key(e.tensor) == x for e in capture.externals)
 
 
 def embed(trunk: Trunk, batch: Batch, name: str, like: Tensor | None = None) -> list[Tensor]:
@@ -122,7 +148,7 @@ def reference(trunk: Trunk, batch: Batch, rows: int, requests: int, name: str, t
             inputs.x[batch.total :].copy_(tail)
         with torch.inference_mode(False):
             cache = trunk.new_cache(rows, requests)
-        logits, hidden = body(trunk, inputs.x, inputs.cu_seqlens, cache, name)
+        logits, hidden = body(trunk, inputs.x, inputs.offsets.cu_seqlens, cache, name)
         return Reference(logits, hidden, cache, batch.offsets(requests))
 
 

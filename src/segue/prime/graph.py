@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import logging
 import os
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -15,19 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from segue import _torch, _where, devices
-from segue.capture import BreakableCapture, weak_ref_tensor
-from segue.capture.guards import one_capture
+from segue import devices
+from segue.capture import BreakableCapture
 from segue.capture.state import state
 from segue.devices import Device, Pool
-from segue.errors import CaptureError, SegueError, UsageError
+from segue.errors import UsageError
 from segue.prime.body import Inputs, Reference, body, embed, reference
 from segue.prime.copyout import CopyOut
-from segue.prime.cuts import marks, patterns, pinned, quickest
+from segue.prime.recording import Prime, Recorder
 from segue.prime.requests import Batch, Limits, read, read_tokens
 from segue.prime.trunk import Trunk
-
-log = logging.getLogger("segue")
 
 
 @dataclass(frozen=True)
@@ -85,10 +78,10 @@ class PrimeGraph:
         self._held = _weights(trunk, self.name)
         with torch.inference_mode(False):
             self.scratch = trunk.new_cache(bucket, requests)
-        self._copy_out = CopyOut(trunk.state(self.scratch), bucket, requests, self.name)
-        place = self._copy_out.tensors[0].device
+        self.copies = CopyOut(trunk.state(self.scratch), bucket, requests, self.name)
+        place = self.copies.tensors[0].device
         self.device: Device = devices.resolve(
-            pool.device if pool is not None and device is None else device, self._copy_out.tensors
+            pool.device if pool is not None and device is None else device, self.copies.tensors
         )
         if self.device.torch_device != place:
             raise UsageError(
@@ -106,17 +99,30 @@ class PrimeGraph:
             self._inputs.fill(parts, example)
         self.off = os.environ.get("SEGUE", "").lower() == "off"
         self.cuts: tuple[int, ...] = ()
-        self.measured: dict[tuple[int, ...], float] = {}  # seconds of each pattern, where cuts were measured
-        self.seconds = 0.0  # that the latest recording took
         self._capture: BreakableCapture | None = None
-        self._recorded: dict[BreakableCapture, tuple[Tensor, Tensor]] = {}
+        self._recorder = Recorder(
+            self._body, Prime(trunk, self.scratch), self.device, self.pool, self._stream, self.name
+        )
         if not self.off:
-            self._record_all(cuts)
+            marked = self._recorder.warm()
+            self._inputs.offsets.check()
+            self.cuts, self._capture = self._recorder.best(cuts, marked)
+            self._inputs.look_at(self._capture)
 
     @property
     def graphs(self) -> int:
         """Segments: one more than there are cuts."""
         return 0 if self._capture is None else self._capture.graphs
+
+    @property
+    def seconds(self) -> float:
+        """That the latest recording took, without warm-up and collecting garbage."""
+        return self._recorder.seconds
+
+    @property
+    def measured(self) -> Mapping[tuple[int, ...], float]:
+        """Seconds of each pattern of cuts, where cuts were measured."""
+        return self._recorder.measured
 
     @property
     def capture(self) -> BreakableCapture | None:
@@ -153,9 +159,9 @@ class PrimeGraph:
             with torch.inference_mode():
                 offsets = batch.offsets(self.requests)
                 pairs = [
-                    pair for r, s in states.items() for pair in self._copy_out.pairs(s, r, offsets[r], batch.lengths[r])
+                    pair for r, s in states.items() for pair in self.copies.pairs(s, r, offsets[r], batch.lengths[r])
                 ]
-                self._copy_out.copy(pairs)
+                self.copies.copy(pairs)
             with torch.inference_mode(as_caller), torch.no_grad():
                 for r in states:
                     self.trunk.set_length(batch.sessions[r], batch.lengths[r])
@@ -175,7 +181,7 @@ class PrimeGraph:
         """Forbid further runs. The memory goes back when no live graph shares the pool. May be called twice."""
         if self._capture is not None:
             self._capture.close()
-        self._recorded.clear()
+        self._recorder.results.clear()
 
     def __enter__(self) -> PrimeGraph:
         return self
@@ -183,12 +189,16 @@ class PrimeGraph:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
+    def _body(self) -> tuple[Tensor, Tensor]:
+        self.trunk.reset(self.scratch)
+        return body(self.trunk, self._inputs.x, self._inputs.offsets.cu_seqlens, self.scratch, self.name)
+
     def _forward(self) -> tuple[Tensor, Tensor]:
         if self._capture is None:
-            self.trunk.reset(self.scratch)
-            return body(self.trunk, self._inputs.x, self._inputs.cu_seqlens, self.scratch, self.name)
+            return self._body()
         self._capture.replay()
-        return self._recorded[self._capture]
+        logits, hidden = self._recorder.results[self._capture]
+        return logits, hidden
 
     def _states(self, batch: Batch) -> dict[int, Any]:
         """The state of each session that gets some."""
@@ -207,80 +217,6 @@ class PrimeGraph:
         with torch.inference_mode(False):
             ids = torch.zeros(n, dtype=torch.int64, device=self._limits.device)
         return Batch([ids] * count, [n] * count, [None] * count)
-
-    def _record_all(self, cuts: Sequence[int] | None) -> None:
-        gc.collect()  # old graphs in reference cycles go now, not while another is being recorded
-        with one_capture, self.device.session(self.pool, self._stream), torch.inference_mode(), self.pool.turn():
-            marks.begin(None, ())
-            version = self._inputs.cu_seqlens._version
-            self.trunk.reset(self.scratch)
-            body(self.trunk, self._inputs.x, self._inputs.cu_seqlens, self.scratch, self.name)
-            marked = marks.end()
-            if self._inputs.cu_seqlens._version != version:
-                raise UsageError(
-                    f"{self.name}: the trunk's forward writes cu_seqlens, which other layers read. Let it work on a copy"
-                )
-        if cuts is not None:
-            self.cuts = pinned(cuts, marked)
-            self._capture = self._record(self.cuts)
-        elif not self.device.traits.timing:
-            self._capture = self._record(())
-        else:
-            self.cuts, self._capture, self.measured = quickest(patterns(marked), self._record, self.device)
-            log.info("segue: %s is cut after %s: %s", self.name, list(self.cuts), _milliseconds(self.measured))
-        self._recorded = {self._capture: self._recorded[self._capture]}
-        written = {_torch.storage_key(e.tensor) for e in self._capture.externals if e.written}
-        self._inputs.written = _torch.storage_key(self._inputs.x) in written
-
-    def _record(self, cuts: tuple[int, ...]) -> BreakableCapture:
-        capture = BreakableCapture(
-            pool=self.pool, stream=self._stream, name=self.name, root=Prime(self.trunk, self.scratch)
-        )
-        start = time.perf_counter()
-        with self._named_errors(), torch.inference_mode(), capture:
-            marks.begin(capture, cuts)
-            try:
-                self.trunk.reset(self.scratch)
-                logits, hidden = body(self.trunk, self._inputs.x, self._inputs.cu_seqlens, self.scratch, self.name)
-            finally:
-                marks.end()
-        # In the pool, outputs are only needed from a replay to the copy after it, which one turn covers.
-        self._recorded[capture] = self._weak(logits), self._weak(hidden)
-        self.seconds = time.perf_counter() - start
-        breaks = capture.breaks
-        if breaks:
-            capture.close()
-            raise UsageError(
-                f"{self.name}: the trunk's forward met {breaks} break points. A prime graph has nothing live "
-                "between its segments: call the undecorated functions in the trunk, or capture it with a breakable "
-                "runner"
-            )
-        return capture
-
-    def _weak(self, t: Tensor) -> Tensor:
-        return weak_ref_tensor(t) if self.pool.owns(t) else t
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except SegueError:
-            raise
-        except RuntimeError as e:
-            if "captur" not in str(e):
-                raise
-            raise CaptureError(
-                f"{self.name}: {_where.raised(e)} can't be in a graph ({str(e).splitlines()[0]}): it reads the host, "
-                "copies from pageable memory, or its shape depends on the data. Keep the value in a tensor, or prepare "
-                "it in new_cache() or embed()"
-            ) from e
-
-
-class Prime:
-    """What a prime graph reads, by name, for errors about it."""
-
-    def __init__(self, trunk: Trunk, scratch: Any) -> None:
-        self.trunk, self.scratch = trunk, scratch
 
 
 def _owned(logits: Tensor, hidden: Tensor, batch: Batch) -> PrimeResult:
@@ -321,7 +257,3 @@ def _weights(trunk: Trunk, name: str) -> list[Tensor]:
                     )
             held += [t.detach() for t in (*root.parameters(), *root.buffers())]
     return held
-
-
-def _milliseconds(measured: dict[tuple[int, ...], float]) -> str:
-    return ", ".join(f"{list(cuts)} {seconds * 1e3:.3f} ms" for cuts, seconds in measured.items())

@@ -110,8 +110,8 @@ def _ids(tokens: Any, r: int, limits: Limits) -> Tensor:
         ids = ids[0]
     if ids.dim() != 1 or ids.dtype not in _INTEGERS:
         raise InputError(
-            f"{limits.name}: the tokens of request {r} are {ids.dtype} {tuple(ids.shape)}, {_WANTED}. Several prompts are "
-            "a list of tensors, with a list of sessions"
+            f"{limits.name}: the tokens of request {r} are {ids.dtype} {tuple(ids.shape)}, {_WANTED}. Several prompts "
+            "are a list of tensors, with a list of sessions"
         )
     if ids.device != limits.device:
         if ids.device.type != "cpu":

@@ -1,0 +1,113 @@
+"""What a captured bucket consists of, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from segue.capture.breaks import Break
+from segue.capture.handoff import Handoff
+from segue.capture.structure import Branch
+from segue.check.cases import AS_GIVEN, Case, resized
+from segue.check.lab import Lab, World
+from segue.check.oplog import OpLog
+from segue.errors import UsageError
+from segue.runner.runner import GraphRunner
+
+
+@dataclass(frozen=True)
+class Step:
+    """A segment, with its ``ops``, or a break: ``what`` it is, ``where`` it begins, and what a break hands on."""
+
+    kind: str
+    what: str
+    where: str
+    ops: int
+    handoffs: int
+    handoff_bytes: int
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """One bucket. ``named``, ``unnamed``: tensors outside the pool, inputs apart, that its segments use.
+
+    ``pool_bytes``: of the pool, once this and the larger buckets were captured.
+    """
+
+    bucket: int
+    steps: tuple[Step, ...]
+    named: int
+    unnamed: tuple[str, ...]
+    pool_bytes: int
+
+    @property
+    def segments(self) -> list[Step]:
+        return [s for s in self.steps if s.kind == "segment"]
+
+    @property
+    def breaks(self) -> list[Step]:
+        return [s for s in self.steps if s.kind == "break"]
+
+
+def anatomy(
+    runner: GraphRunner, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any, progress: Callable[[int], None]
+) -> list[Anatomy]:
+    """Capture the whole ladder privately, largest first, and take it apart. ``progress`` gets each bucket before."""
+    if runner.off:
+        raise UsageError("SEGUE=off was set when this runner was made, so it has no graphs to take apart")
+    ctx = runner.capture_ctx if ctx is None else ctx
+    device = runner._ready(args, kwargs).recorder.device
+    lab = Lab(runner, World(runner.fn, ctx, runner.state, device.torch_device), device.new_pool(), args, kwargs)
+    try:
+        call = lab.example(args, kwargs)
+        found = []
+        for bucket in reversed(list(runner.ladder)):
+            fixed = runner.request_ladder is not None or (call.ctx is not None and not lab.world.varied)
+            if runner.request_ladder is not None and bucket < call.tokens:
+                continue
+            tokens = min(call.tokens, bucket) if fixed else bucket
+            requests = runner.admit(call.tokens, call.requests).requests
+            case = Case(AS_GIVEN, resized(call, lab.binder, tokens), bucket, requests, 0)
+            progress(bucket)
+            found.append(_of(lab, case, lab.capture(case).log))
+        return found
+    finally:
+        lab.world.restore()
+        lab.close()
+
+
+def _of(lab: Lab, case: Case, log: OpLog) -> Anatomy:
+    capture: Any = lab.plan(case).program._capture  # type: ignore[attr-defined]
+    steps: list[Step] = []
+    segment = 0
+    for step in capture._steps:
+        if isinstance(step, Break):
+            handed = list(_handoffs(step))
+            called = step.where.rpartition(" called at ")[2]
+            steps.append(Step("break", step.spec.label, called, 0, len(handed), sum(h.buffer.nbytes for h in handed)))
+        else:
+            ops = [op for op in log.ops if op.segment == segment]
+            where = ops[0].where if ops else ""
+            steps.append(Step("segment", f"segment {segment}", where, len(ops), 0, 0))
+            segment += 1
+    outside = [e for e in capture.externals if not lab.recorder.owns(e.tensor)]  # an input's buffer is known by itself
+    unnamed = [e for e in capture._program.ownership.unnamed if not lab.recorder.owns(e.tensor)]
+    return Anatomy(
+        case.bucket,
+        tuple(steps),
+        len(outside) - len(unnamed),
+        tuple(f"{list(e.tensor.shape)} of {e.tensor.dtype}, used by {e.op} at {e.where}" for e in unnamed),
+        lab.recorder.pool.usage().reserved,
+    )
+
+
+def _handoffs(step: Break) -> Iterator[Handoff]:
+    yield from step._clears
+    todo: list[Any] = [] if step._clears else [step._take]
+    while todo:
+        take = todo.pop()
+        if isinstance(take, Branch):
+            todo.extend(take._children)
+        elif isinstance(owner := getattr(take, "__self__", None), Handoff):
+            yield owner

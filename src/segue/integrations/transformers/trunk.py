@@ -1,0 +1,212 @@
+"""A decoder-only transformers model as the trunk of a prime graph. Sessions are the caches that the model makes
+itself."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue.errors import InputError, UsageError
+from segue.integrations.transformers import checks, names
+from segue.prime import Rows, cut_here
+
+NAME = "segue_prime"  # the attention implementation, while a trunk's forward runs
+_OWN = ("sdpa", "eager")
+
+
+@dataclass(frozen=True)
+class _Running:
+    """What attention needs of the forward that is running. ``kv``: [layers, 2, 1, Hkv, rows, D]."""
+
+    kv: Tensor
+    attention: Callable[..., Any]
+    mask: Tensor | None
+
+
+class _Now(threading.local):
+    running: _Running | None = None
+
+
+_now = _Now()
+
+
+class ModelTrunk:
+    """A trunk for the families that :func:`segue.accelerate` serves, with full attention in every layer.
+
+    A session is a fresh ``DynamicCache``. After a run its keys and values of all layers are views of one block [layers,
+    2, 1, Hkv, n, D], filled by one copy, which goes when the cache has grown.
+
+    Args:
+        model: a ``PreTrainedModel`` with a language-model head, in eval mode, on one device.
+        decoder: its decoder, where ``model`` is accelerated already; ``forward`` is the decoder's own then.
+
+    Raises:
+        UsageError: the model can't be served; says which and why.
+    """
+
+    min_tokens = 1
+
+    def __init__(self, model: Any, *, decoder: Any = None, forward: Callable[..., Any] | None = None) -> None:
+        from transformers import AttentionInterface
+
+        self.model = model
+        self._decoder = checks.decoder_of(model) if decoder is None else decoder
+        self._forward: Callable[..., Any] = self._decoder.forward if forward is None else forward
+        self._config = self._decoder.config
+        self._configs = list({id(c): c for m in self._decoder.modules() if (c := getattr(m, "config", None))}.values())
+        self._device = checks.device_of(self._decoder)
+        self._attention = self._decoder.layers[0].self_attn
+        self._cache_name = names.cache_name(self._forward)
+        self._blocks: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+        self._check_layers()
+        if model.get_output_embeddings() is None:
+            raise UsageError(f"{type(model).__name__} has no language-model head, and a prime graph ends in logits")
+        AttentionInterface.register(NAME, _attend)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Ids [n] to [n, D]."""
+        return self._decoder.get_input_embeddings()(tokens)  # type: ignore[no-any-return]
+
+    def new_cache(self, rows: int, requests: int = 1) -> Any:
+        """A cache with room for ``rows`` tokens: a scratch cache. The prompts of all requests lie in one row of
+        tokens."""
+        cache = names.new_cache(self._config)
+        self._blocks[cache] = self._block(rows).zero_()
+        self._attach(cache, self._blocks[cache])
+        return cache
+
+    def new_session(self, rows: int) -> Any:
+        """A fresh session; it grows, so ``rows`` doesn't matter."""
+        return names.new_cache(self._config)
+
+    def reset(self, cache: Any) -> None:
+        """Nothing: the forward reads no row that it hasn't written."""
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
+        """[rows, D] to [rows, D] by the decoder's own forward, keys and values into ``cache``."""
+        rows = torch.arange(x.shape[0], device=x.device)
+        if cu_seqlens.shape[0] == 2:
+            positions, request = rows, None
+        else:
+            request = (rows[:, None] >= cu_seqlens[1:]).sum(1)
+            positions = rows - cu_seqlens[request]
+        with self._running(self._blocks[cache], rows, request, x.dtype):
+            out = self._forward(
+                inputs_embeds=x[None],
+                position_ids=positions[None],
+                attention_mask=None,
+                use_cache=False,
+                return_dict=True,
+            )
+        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def head(self, last: Tensor) -> Tensor:
+        """[requests, D] to [requests, V]."""
+        return self.model.get_output_embeddings()(last)  # type: ignore[no-any-return]
+
+    def state(self, cache: Any) -> Mapping[str, Rows]:
+        """Keys and values of all layers, one row a token along dimension 4."""
+        return {"keys and values": Rows(self._blocks[cache], dim=4)}
+
+    def reserve(self, session: Any, n: int) -> None:
+        """Memory for ``n`` tokens, kept beside the session until :meth:`set_length`.
+
+        Raises:
+            InputError: the session is no cache of this model.
+        """
+        strange = next((layer for layer in session.layers if type(layer) is not names.growing_layers()[0]), None)
+        if strange is not None or len(session.layers) not in (0, len(self._decoder.layers)):
+            what = f"{len(session.layers)} layers" if strange is None else f"layers of type {type(strange).__name__}"
+            raise InputError(
+                f"a session with {what} is of another model: {type(self.model).__name__} has "
+                f"{len(self._decoder.layers)} "
+                "layers of full attention. Give a fresh DynamicCache(config=model.config)"
+            )
+        self._blocks[session] = self._block(n)
+
+    def get_length(self, session: Any) -> int:
+        """Tokens in the cache."""
+        return session.get_seq_length()  # type: ignore[no-any-return]
+
+    def set_length(self, session: Any, n: int) -> None:
+        """Give the session the ``n`` tokens that were copied into its reserved memory."""
+        self._attach(session, self._blocks.pop(session))
+
+    def step(self, token: Tensor, session: Any) -> Tensor:
+        """One token [1] to logits [1, V] by the model itself, extending the session."""
+        out = self._forward(input_ids=token[None], use_cache=True, return_dict=True, **{self._cache_name: session})
+        return self.head(out.last_hidden_state[:, -1])
+
+    def _block(self, rows: int) -> Tensor:
+        heads = self._config.num_key_value_heads
+        shape = len(self._decoder.layers), 2, 1, heads, rows, self._attention.head_dim
+        return torch.empty(shape, dtype=self._decoder.get_input_embeddings().weight.dtype, device=self._device)
+
+    def _attach(self, cache: Any, block: Tensor) -> None:
+        views = block.flatten(0, 1).unbind(0)
+        for i in range(len(self._decoder.layers)):
+            if i == len(cache.layers):
+                cache.layers.append(names.growing_layers()[0]())
+            layer = cache.layers[i]
+            layer.keys, layer.values = views[2 * i], views[2 * i + 1]
+            layer.dtype, layer.device, layer.is_initialized = block.dtype, block.device, True
+
+    @contextmanager
+    def _running(self, kv: Tensor, rows: Tensor, request: Tensor | None, dtype: torch.dtype) -> Iterator[None]:
+        """Attention goes to :func:`_attend` and finds the cache, while the decoder's forward runs."""
+        own = [config._attn_implementation for config in self._configs]
+        if own[0] not in _OWN:
+            raise UsageError(
+                f"{type(self.model).__name__} computes attention by {own[0]!r}, which a prime graph can't give packed "
+                "or "
+                f"causal rows without reading the host. Use one of {_OWN}: model.set_attn_implementation('sdpa')"
+            )
+        mask = None
+        if request is not None or own[0] == "eager":
+            mask = rows[:, None] >= rows
+            mask = mask if request is None else mask & (request[:, None] == request)
+            if own[0] == "eager":
+                least = torch.finfo(dtype).min
+                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, least)
+            mask = mask[None, None]
+        before = _now.running
+        try:
+            for config in self._configs:
+                config._attn_implementation = NAME
+            _now.running = _Running(kv, names.attention_function(self._attention, own[0]), mask)
+            yield
+        finally:
+            _now.running = before
+            for config, name in zip(self._configs, own, strict=True):
+                config._attn_implementation = name
+
+    def _check_layers(self) -> None:
+        growing = names.growing_layers()[0]
+        strange = next((layer for layer in names.new_cache(self._config).layers if type(layer) is not growing), None)
+        if strange is not None:
+            raise UsageError(
+                f"{type(self.model).__name__} has layers whose cache is a {type(strange).__name__}: it forgets "
+                "tokens, and a "
+                'prime graph fills caches that keep them all. Use strategy="breakable"'
+            )
+
+
+def _attend(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """What ``AttentionInterface`` calls: keep keys and values [1, Hkv, N, D], then the model's own attention."""
+    running = _now.running
+    assert running is not None
+    layer: Any = module.layer_idx
+    if layer:
+        cut_here()
+    running.kv[layer, 0, :, :, : key.shape[2]].copy_(key)
+    running.kv[layer, 1, :, :, : key.shape[2]].copy_(value)
+    return running.attention(module, query, key, value, running.mask, **options)[0], None

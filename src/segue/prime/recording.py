@@ -1,0 +1,121 @@
+"""Warming up and recording a whole forward: a capture without breaks, cut where that is quickest."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue import _where
+from segue.capture import BreakableCapture, weak_ref_tensor
+from segue.capture.guards import one_capture
+from segue.devices import Device, Pool
+from segue.errors import CaptureError, SegueError, UsageError
+from segue.prime.cuts import marks, patterns, pinned, quickest
+from segue.prime.trunk import Trunk
+
+log = logging.getLogger("segue")
+Results = tuple[Tensor, ...]
+AtEnd = Callable[[Results], Callable[[], object]]
+
+
+class Prime:
+    """What a prime graph reads, by name, for errors about it."""
+
+    def __init__(self, trunk: Trunk, scratch: Any) -> None:
+        self.trunk, self.scratch = trunk, scratch
+
+
+class Recorder:
+    """Records one forward.
+
+    Args:
+        run: the forward over fixed memory, to tensors.
+        root: where the names of what it reads are looked for.
+    """
+
+    def __init__(
+        self, run: Callable[[], Results], root: Prime, device: Device, pool: Pool, stream: Any, name: str
+    ) -> None:
+        self._run, self._root, self._name = run, root, name
+        self._device, self._pool, self._stream = device, pool, stream
+        self.seconds = 0.0  # that the latest recording took
+        self.measured: dict[tuple[int, ...], float] = {}  # seconds of each pattern, where cuts were measured
+        self.results: dict[BreakableCapture, Results] = {}
+
+    def warm(self) -> int:
+        """Run the forward eagerly on the capture stream, as libraries set themselves up there. Returns its marks."""
+        gc.collect()  # old graphs in reference cycles go now, not while another is being recorded
+        with one_capture, self._pool.turn(), self._device.session(self._pool, self._stream), torch.inference_mode():
+            marks.begin(None, ())
+            self._run()
+            return marks.end()
+
+    def best(self, cuts: Sequence[int] | None, marked: int) -> tuple[tuple[int, ...], BreakableCapture]:
+        """Record with the pinned ``cuts``, or with the quickest pattern, where the device can measure.
+
+        Raises:
+            UsageError: a cut is no mark.
+        """
+        if cuts is not None:
+            pattern = pinned(cuts, marked)
+            return pattern, self.record(pattern)
+        if not self._device.traits.timing:
+            return (), self.record(())
+        best, capture, self.measured = quickest(patterns(marked), self.record, self._device)
+        self.results = {capture: self.results[capture]}
+        shown = ", ".join(f"{list(c)} {seconds * 1e3:.3f} ms" for c, seconds in self.measured.items())
+        log.info("segue: %s is cut after %s: %s", self._name, list(best), shown)
+        return best, capture
+
+    def record(self, cuts: tuple[int, ...], at_end: AtEnd | None = None) -> BreakableCapture:
+        """Record once. ``results`` then has what the forward returned, as views of graph memory that own nothing.
+
+        ``at_end``: gets what the forward returned; what it returns is called when all of it has run, and nobody else
+        can replay in the pool.
+
+        Raises:
+            CaptureError: the forward can't be in a graph. UsageError: it met a break point.
+        """
+        capture = BreakableCapture(pool=self._pool, stream=self._stream, name=self._name, root=self._root)
+        start = time.perf_counter()
+        with self._named_errors(), torch.inference_mode(), capture:
+            marks.begin(capture, cuts)
+            try:
+                results = self._run()
+            finally:
+                marks.end()
+            if at_end is not None:
+                capture.at_end(at_end(results))
+        # In the pool, results are only needed from a replay to the copy after it, which one turn covers.
+        self.results[capture] = tuple(weak_ref_tensor(t) if self._pool.owns(t) else t for t in results)
+        self.seconds = time.perf_counter() - start
+        breaks = capture.breaks
+        if breaks:
+            capture.close()
+            raise UsageError(
+                f"{self._name}: the trunk's forward met {breaks} break points. A prime graph has nothing live between "
+                "its segments: call the undecorated functions in the trunk, or capture it with a breakable runner"
+            )
+        return capture
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except SegueError:
+            raise
+        except RuntimeError as e:
+            if "captur" not in str(e):
+                raise
+            raise CaptureError(
+                f"{self._name}: {_where.raised(e)} can't be in a graph ({str(e).splitlines()[0]}): it reads the host, "
+                "copies from pageable memory, or its shape depends on the data. Keep the value in a tensor, or prepare "
+                "it in new_cache() or embed()"
+            ) from e

@@ -1,0 +1,88 @@
+"""Comparing forwards of different numbers of rows, and the memory that padded rows may write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from segue.check.compare import Rows, difference, differs
+from segue.check.oplog import OpLog, Written
+from segue.check.outcome import Outcome, Padded, Value, differing, whole
+
+NAN = float("nan")
+
+
+def test_values_are_compared_bit_for_bit_or_to_rounding_and_nan_equals_nan():
+    x = torch.tensor([1.0, NAN, 100.0])
+    assert differs(x, x.clone(), True) == ""
+    assert differs(x, torch.tensor([1.0001, NAN, 100.0]), True) == "differs in 1 of 3 elements, by at most 0.0001"
+    assert differs(x, torch.tensor([1.0001, NAN, 100.0]), False) == ""
+    assert differs(x, torch.tensor([1.0, NAN, NAN]), False) == "differs in 1 of 3 elements, by at most inf"
+    assert differs(torch.tensor([1, 2]), torch.tensor([1, 3]), False) == "differs in 1 of 2 elements"
+    assert "has dtype torch.float64" in differs(x, x.double(), True)
+    assert differs(x.to(torch.float8_e4m3fn), x.to(torch.float8_e4m3fn), True) == ""
+
+
+def test_only_real_rows_count_along_whatever_dimension_they_are():
+    rows = Rows(8, 8, 5, exact=True)
+    for dim in (0, 1):
+        x = torch.zeros(8, 8 if dim else 3)
+        y = x.clone()
+        y.select(dim, 5).fill_(1)
+        assert difference(x, y, rows) == ""
+        y.select(dim, 4).fill_(1)
+        assert difference(x, y, rows)
+
+
+def test_padded_and_unpadded_tensors_are_compared_on_what_they_share():
+    rows = Rows(8, 5, 5, exact=True)
+    x = torch.arange(24.0).view(8, 3)
+    assert difference(x, x[:5], rows) == "" and difference(x, x[1:6], rows)
+    assert difference(x.view(24), x[:5].reshape(15), rows) == "", "tokens flattened with something else"
+    assert difference(x, torch.zeros(4, 3), rows) == "", "not comparable"
+    assert difference(torch.zeros(()), torch.ones(()), rows)
+    flat, other = torch.zeros(16), torch.zeros(16)
+    other[12:] = 1
+    assert difference(flat, other, Rows(8, 8, 5, exact=True)) == ""
+
+
+def outcome(memory, written=()):
+    address = 1
+    found = Outcome(state={"1": Value("a tensor", memory, address)}, log=OpLog())
+    found.log.written[address] = list(written)
+    return found
+
+
+@pytest.mark.parametrize(
+    "changed, views, harmless",
+    [
+        ([0], [], True),  # declared to take the trash
+        ([9], [], False),
+        ([0, 9], [], False),
+        ([6, 7], [(2, 8)], True),  # rows past the real ones of a slice of 6 rows
+        ([5], [(2, 8)], False),
+        ([6, 9], [(2, 8)], False),
+    ],
+)
+def test_what_padded_rows_wrote_is_harmless_in_trash_rows_and_past_the_real_ones(changed, views, harmless):
+    base = torch.zeros(10, 3)
+    now = base.clone()
+    now[changed] = 1
+    written = [Written(base[a:b], "m.py:1", cleared=False) for a, b in views]
+    wrong, notes = differing(outcome(base), outcome(now, written), True, Padded([0], rows=6, real=4))
+    assert bool(notes) is harmless and bool(wrong) is not harmless
+
+
+def test_rows_that_segue_cleared_are_harmless():
+    base, now = torch.zeros(10, 3), torch.zeros(10, 3)
+    now[7:] = 1
+    written = [Written(base[7:], "m.py:1", cleared=True)]
+    assert not differing(outcome(base), outcome(now, written), True, Padded((), 6, 4))[0]
+
+
+def test_the_whole_of_a_memory_is_seen_with_rows_like_those_of_its_part():
+    base = torch.arange(24.0).view(2, 4, 3)
+    assert whole(base).shape == (2, 4, 3) and whole(base[1]).shape == (2, 4, 3)
+    assert whole(base[1, 1:3]).shape == (4, 2, 3) and whole(base[0, :3]).shape == (8, 3)
+    assert whole(base[0, :, 1:]).shape == (8, 3), "a part that isn't contiguous"
+    assert torch.equal(whole(base[0, :, 1:]).flatten(), base.flatten())
