@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,9 +66,7 @@ def test_a_result_that_was_its_argument_and_is_other_memory_now_is_refused(devic
         a, b = pair(x * 5, x * 2)
         out = a - b
     swapped[0] = True
-    with pytest.raises(
-        segue.SegueError, match=r"result\[0\] was memory of an argument at capture and is other memory now"
-    ):
+    with pytest.raises(segue.SegueError, match=r"result\[0\] was memory of an argument at capture and is other memory now"):
         capture.replay()
     swapped[0] = False
     capture.replay()
@@ -172,3 +171,26 @@ def test_the_answer_of_a_lazy_capture_is_taken_before_its_memory_is_free(device:
         for _ in range(3):
             assert runner(x).tolist() == [[2.0, 2.0]] * 3
         assert runner.stats.replayed == 1
+
+
+@pytest.mark.parametrize("returns", [None, "the tensor", "the context"])
+def test_a_closed_capture_gives_its_memory_back_without_the_garbage_collector(device: Device, returns: Any) -> None:
+    """Program and break each held themselves by a closure, and with them what the break's function holds."""
+    pool, ctx = device.new_pool(), SimpleNamespace()
+    x = torch.ones(4, 3, device=device.torch_device)
+    capture = segue.BreakableCapture(rows=4, pool=pool, device=device)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with segue.active_forward(ctx), capture:
+            y = x + 1
+            value = {None: None, "the tensor": y, "the context": ctx}[returns]
+            capture.add_eager(lambda kept=y, value=value: value)
+            del y, value
+        with segue.active_forward(ctx):
+            capture.replay()
+        capture.close()
+        assert pool.usage().live == 0
+    finally:
+        if collecting:
+            gc.enable()

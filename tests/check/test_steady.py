@@ -52,8 +52,7 @@ def test_what_a_forward_builds_and_keeps_stays():
     values = PlainValues(forward)
     forward()
     values.restore()
-    assert holder.step == 0 and 8 in holder.memo
-    assert holder.table is None, "a plain value, None, is put back; afterwards it is built again"
+    assert holder.step == 0 and 8 in holder.memo and holder.table is not None
 
 
 def test_a_context_gets_back_everything_it_held():

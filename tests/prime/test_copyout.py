@@ -27,11 +27,7 @@ DTYPES = [
 
 def _random_bits(shape: tuple[int, ...], dtype: torch.dtype, device: Device) -> Tensor:
     """Any bit pattern, NaNs with payloads among them."""
-    return (
-        torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8)
-        .view(dtype)
-        .to(device.torch_device)
-    )
+    return torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8).view(dtype).to(device.torch_device)
 
 
 def _copied(scratch: segue.Rows | segue.Whole, session: segue.Rows | segue.Whole, n: int, start: int = 0) -> None:
@@ -40,9 +36,7 @@ def _copied(scratch: segue.Rows | segue.Whole, session: segue.Rows | segue.Whole
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("shape", "dim"), [((8, 2, 6), 0), ((3, 8, 4), 1), ((3, 8, 4), -2), ((2, 3, 8), 2), ((1, 8, 5), 1)]
-)
+@pytest.mark.parametrize(("shape", "dim"), [((8, 2, 6), 0), ((3, 8, 4), 1), ((3, 8, 4), -2), ((2, 3, 8), 2), ((1, 8, 5), 1)])
 def test_rows_travel_bit_for_bit_whatever_the_type_and_the_place_of_the_dimension(
     device: Device, dtype: torch.dtype, shape: tuple[int, ...], dim: int
 ) -> None:

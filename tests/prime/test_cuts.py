@@ -77,9 +77,7 @@ def test_a_mark_outside_a_prime_capture_does_nothing(device: Device) -> None:
 
 
 def test_a_bare_capture_may_be_cut_inside_its_block_only(device: Device) -> None:
-    capture = segue.BreakableCapture(
-        device=device, name="bare", root=test_a_bare_capture_may_be_cut_inside_its_block_only
-    )
+    capture = segue.BreakableCapture(device=device, name="bare", root=test_a_bare_capture_may_be_cut_inside_its_block_only)
     x = torch.ones(4, device=device.torch_device)
     with torch.inference_mode(), capture:
         y = x * 2

@@ -120,9 +120,7 @@ def test_a_faulty_trunk_fails_and_what_differs_is_named(
 
 def test_copying_a_row_too_many_fails(device: Device, hybrid: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     right = CopyOut.pairs
-    monkeypatch.setattr(
-        CopyOut, "pairs", lambda self, state, r, start, n: right(self, state, r, start, min(n + 1, BUCKET))
-    )
+    monkeypatch.setattr(CopyOut, "pairs", lambda self, state, r, start, n: right(self, state, r, start, min(n + 1, BUCKET)))
     found = _findings(hybrid.build(device.torch_device.type), device)
     for name in ("k", "v", "k_scale", "v_scale"):
         assert any(f"20 tokens, up: layers[1].{name} past its 20 rows: was written" in line for line in found), found

@@ -59,9 +59,7 @@ def test_a_session_may_be_as_short_as_the_prompt_or_longer_than_the_bucket(devic
 
 
 @pytest.mark.parametrize("buckets", [(64, 32), (32, 64)])
-def test_graphs_of_several_buckets_share_a_pool_in_any_order(
-    device: Device, trunk: Any, buckets: tuple[int, int]
-) -> None:
+def test_graphs_of_several_buckets_share_a_pool_in_any_order(device: Device, trunk: Any, buckets: tuple[int, int]) -> None:
     pool = device.new_pool()
     graphs = {b: segue.PrimeGraph(trunk, b, pool=pool) for b in buckets}
     for n, b in ((30, 32), (60, 64), (3, 32), (33, 64), (32, 32), (3, 64)):
@@ -112,9 +110,7 @@ def test_a_packed_prompt_gets_what_it_gets_alone_up_to_rounding(device: Device, 
             torch.testing.assert_close(together.logits[r : r + 1], alone.logits, rtol=1e-4, atol=1e-4)
 
 
-def test_tokens_come_as_tensors_of_any_integer_type_as_numbers_and_from_the_host(
-    device: Device, dense_trunk: Any
-) -> None:
+def test_tokens_come_as_tensors_of_any_integer_type_as_numbers_and_from_the_host(device: Device, dense_trunk: Any) -> None:
     with segue.PrimeGraph(dense_trunk, BUCKET, device=device) as prime:
         tokens = prompt(6, device)
         want = prime.reference(tokens).logits
@@ -198,9 +194,7 @@ def test_a_scratch_cache_that_was_re_pointed_is_named(device: Device, dense_trun
             prime.run(prompt(9, device), dense_trunk.new_cache(16))
 
 
-def test_segue_off_runs_eager_with_the_same_results(
-    device: Device, trunk: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segue_off_runs_eager_with_the_same_results(device: Device, trunk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEGUE", "off")
     with segue.PrimeGraph(trunk, BUCKET, device=device) as prime:
         assert prime.graphs == 0 and prime.capture is None

@@ -42,9 +42,7 @@ def test_steps_go_on_as_a_longer_prompt_would(device: Device, hybrid: ModuleType
     torch.testing.assert_close(logits, run(23)[0], rtol=1e-3, atol=1e-3)
 
 
-def test_the_example_runs_and_says_that_it_equals_the_eager_trunk(
-    hybrid: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_runs_and_says_that_it_equals_the_eager_trunk(hybrid: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     hybrid.main()
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 3 and all("equals the eager trunk: True" in line for line in said)

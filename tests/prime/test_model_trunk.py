@@ -142,9 +142,7 @@ def test_a_session_that_is_no_fresh_cache_of_this_model_is_refused_and_left_as_i
 
 
 def test_a_model_that_no_prime_graph_serves_is_refused_by_name(device: Device) -> None:
-    with pytest.raises(
-        segue.SegueError, match="MistralForCausalLM has layers whose cache is a DynamicSlidingWindowLayer"
-    ):
+    with pytest.raises(segue.SegueError, match="MistralForCausalLM has layers whose cache is a DynamicSlidingWindowLayer"):
         ModelTrunk(build("mistral", device, sliding_window=8))
     with pytest.raises(segue.SegueError, match="LlamaModel has no language-model head"):
         ModelTrunk(LlamaModel(LlamaForCausalLM.config_class(**_SIZE)).to(device.torch_device).eval())
@@ -153,9 +151,7 @@ def test_a_model_that_no_prime_graph_serves_is_refused_by_name(device: Device) -
     model = build("llama", device)
     trunk = ModelTrunk(model)
     model.config._attn_implementation = "flex_attention"
-    with pytest.raises(
-        segue.SegueError, match=r"computes attention by 'flex_attention'.*set_attn_implementation\('sdpa'\)"
-    ):
+    with pytest.raises(segue.SegueError, match=r"computes attention by 'flex_attention'.*set_attn_implementation\('sdpa'\)"):
         segue.PrimeGraph(trunk, BUCKET, device=device)
     assert model.config._attn_implementation == "flex_attention"
 
@@ -188,3 +184,14 @@ def test_the_benchmark_measures_prime_beside_its_correctness(device: Device) -> 
         assert row["prime = reference"] == "bit for bit" and row["copied MB"] > 0
         assert min(row["eager ms"], row["breakable ms"], row["prime ms"], row["recording ms"]) > 0
         assert (row["kernel sum ms"] is not None) is device.traits.timing
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_shape_of_qwen3_passes_the_gate_where_it_can_be_run(device: Device, dtype: str) -> None:
+    if not device.traits.timing:
+        pytest.skip("takes too long on the emulator")
+    from segue.bench import prime as bench
+
+    with segue.PrimeGraph(getattr(bench, dtype)(), 512, device=device) as prime:
+        report = check_prime(prime, steps=4)
+    assert report.ok, report.findings

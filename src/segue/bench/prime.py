@@ -46,7 +46,7 @@ def measure(
     model = shape.model(dtype, device.torch_device)
     trunk = ModelTrunk(model)  # before it is accelerated: it is the untouched decoder that a trunk runs
     rows, cuts = [], []
-    with accelerate(model, max_tokens=max(lengths), device=device) as graphed:
+    with accelerate(model, max_tokens=max(lengths), strategy="breakable", device=device) as graphed:
         for n in sorted(lengths, reverse=True):
             progress(f"{n} tokens")
             with PrimeGraph(trunk, n, device=device) as prime:
@@ -114,3 +114,17 @@ def _row(graphed: Any, prime: PrimeGraph, n: int, times: int) -> dict[str, Any]:
         "recording / eager": prime.seconds / taken["eager"],
         "prime = reference": differs or "bit for bit",
     }
+
+
+def float32() -> ModelTrunk:
+    """The trunk that is measured, in float32: ``segue check prime segue.bench.prime:float32 --bucket 512``."""
+    return _trunk(torch.float32)
+
+
+def bfloat16() -> ModelTrunk:
+    """The same in bfloat16."""
+    return _trunk(torch.bfloat16)
+
+
+def _trunk(dtype: torch.dtype) -> ModelTrunk:
+    return ModelTrunk(Shape().model(dtype, torch.device("cuda" if torch.cuda.is_available() else "cpu")))

@@ -164,7 +164,8 @@ class Break:
                 cut_args, cut_kwargs = self.spec.trimmed(args, kwargs)
                 result, elsewhere = self._ordered(lambda: self._fn(*cut_args, **cut_kwargs))
                 if elsewhere:
-                    self._fn = self._in_order
+                    assert self._watch is not None
+                    self._fn = _in_order(self._watch.pool.device.ordered, self._fn)
                 destination = self.spec.destination(args, kwargs, into)
                 if destination is None:
                     return self._settle(result, args, kwargs)
@@ -175,10 +176,6 @@ class Break:
 
     def _ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
         return (fn(), False) if self._watch is None else self._watch.pool.device.ordered(fn)
-
-    def _in_order(self, *args: Any, **kwargs: Any) -> Any:
-        """The function, for a break that was seen to use other streams: the next segment waits for what it leaves there."""
-        return self._ordered(lambda: self.spec.fn(*args, **kwargs))[0]
 
     def _accept(self, result: Any) -> None:
         if self._clears and (result is None or self.spec.out is not None):
@@ -260,17 +257,27 @@ class Break:
                 "capture. Return tensors, plain values, or objects that the live context holds."
             )
         get = getter(path) if path is not None else None
-        what = repr(value) if path is None else show(path)
+        what, where = repr(value) if path is None else show(path), self.where
+        kept = value if get is None else None  # neither a capture's context nor the break may live on for this check
 
         def check(now: Any) -> None:
-            then = value if get is None else get(state.ctx)
+            then = kept if get is None else get(state.ctx)
             if not (now is then or (is_plain(now) and type(now) is type(then) and now == then)):
                 raise ReplayError(
-                    f"{self.where}: {place} is {now!r} and was {what} at capture. The segments after it were recorded for "
+                    f"{where}: {place} is {now!r} and was {what} at capture. The segments after it were recorded for "
                     "that value; return it as a tensor, or make the break cover what depends on it."
                 )
 
         return check
+
+
+def _in_order(ordered: Callable[[Callable[[], Any]], tuple[Any, bool]], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A break's function that was seen to use other streams: the next segment waits for what it leaves there."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return ordered(lambda: fn(*args, **kwargs))[0]
+
+    return run
 
 
 def _ignore(_: Any) -> None:

@@ -26,17 +26,15 @@ class Program:
         self._pool, self._rows, self._name, self._inference = pool, rows, name, torch.is_inference_mode_enabled()
         self._kind = pool.device.torch_device.type
         self._autocast = _torch.autocast_state(self._kind)
-        self.callables: list[Callable[[], None]] = []
-        live: list[Callable[[], None]] = []
-        for step in steps:
-            if isinstance(step, Break):
-                live.append(step.runner())
-                self.callables.append(self._alone(live[-1]))
-            else:
-                self.callables.append(step.launch)
-                if not step.empty:
-                    live.append(step.launch)
-        self._steps = tuple(live)
+        self._all = [(isinstance(s, Break), s.runner() if isinstance(s, Break) else s.launch) for s in steps]
+        self._steps = tuple(
+            run for (_, run), step in zip(self._all, steps, strict=True) if isinstance(step, Break) or not step.empty
+        )
+
+    @property
+    def callables(self) -> list[Callable[[], None]]:
+        """Every step as a callable of its own. Made anew, or the program would hold itself and outlive its capture."""
+        return [self._alone(run) if is_break else run for is_break, run in self._all]
 
     def run(self, valid_rows: int | None) -> None:
         """Launch the segments and run the breaks between them, of which ``valid_rows`` rows are real."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from segue.capture.breaks import Break
-from segue.capture.handoff import Handoff
-from segue.capture.structure import Branch
+from segue.check.breaks import called_at, handoffs
 from segue.check.cases import AS_GIVEN, Case, resized
 from segue.check.lab import Lab, World
 from segue.check.oplog import OpLog
@@ -83,9 +82,9 @@ def _of(lab: Lab, case: Case, log: OpLog) -> Anatomy:
     segment = 0
     for step in capture._steps:
         if isinstance(step, Break):
-            handed = list(_handoffs(step))
-            called = step.where.rpartition(" called at ")[2]
-            steps.append(Step("break", step.spec.label, called, 0, len(handed), sum(h.buffer.nbytes for h in handed)))
+            handed = list(handoffs(step))
+            size = sum(h.buffer.nbytes for h in handed)
+            steps.append(Step("break", step.spec.label, called_at(step), 0, len(handed), size))
         else:
             ops = [op for op in log.ops if op.segment == segment]
             where = ops[0].where if ops else ""
@@ -100,14 +99,3 @@ def _of(lab: Lab, case: Case, log: OpLog) -> Anatomy:
         tuple(f"{list(e.tensor.shape)} of {e.tensor.dtype}, used by {e.op} at {e.where}" for e in unnamed),
         lab.recorder.pool.usage().reserved,
     )
-
-
-def _handoffs(step: Break) -> Iterator[Handoff]:
-    yield from step._clears
-    todo: list[Any] = [] if step._clears else [step._take]
-    while todo:
-        take = todo.pop()
-        if isinstance(take, Branch):
-            todo.extend(take._children)
-        elif isinstance(owner := getattr(take, "__self__", None), Handoff):
-            yield owner

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -259,10 +258,10 @@ class _Checker:
         cases = [chosen[0] for chosen in self.groups.values()]
         order = cases if lab is self.first else cases[::-1]
         specs = [step.spec for step in lab.breaks(case)]
-        for find in (first_op, functools.partial(first_break, specs=specs)):
+        for find in (first_op, first_break):
             fresh = self._lab()
             try:
-                if (place := find(fresh, order, case)) is not None:
+                if (place := find(fresh, order, case, specs)) is not None:
                     return place
             except Exception as e:
                 if _torch.device_is_lost(e):

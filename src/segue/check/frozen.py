@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from segue.capture.breaks import Break
+from segue.check.breaks import called_at
 from segue.check.locate import align
 from segue.check.oplog import Op, OpLog
 from segue.check.report import Finding
@@ -81,11 +82,10 @@ def _in_breaks(one: Recorded, two: Recorded, bucket: int) -> list[Finding]:
         for name, value in x.bound.plain.items():
             now = y.bound.plain.get(name, value)
             if type(now) is not type(value) or now != value:
-                called = x.where.rpartition(" called at ")[2]
                 findings.append(
                     Finding(
                         "frozen",
-                        called,
+                        called_at(x),
                         f"bucket {bucket}: break {x.spec.label} got {name}={_short(repr(value))} {one.label} and "
                         f"{_short(repr(now))} {two.label}. A replay calls it with the captured value. Have the break "
                         "read it from the live context, or pass it as a tensor.",

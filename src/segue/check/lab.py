@@ -38,6 +38,7 @@ class World:
     Args:
         ctx: a context, or a function that makes one from the number of tokens.
         state: tensors that the runner was told of.
+        device: whose random generator is part of it.
     """
 
     def __init__(self, fn: Any, ctx: Any, state: Sequence[Tensor], device: torch.device) -> None:

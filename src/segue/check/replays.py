@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from segue import _torch
 from segue.capture.breaks import Break, BreakSpec
 from segue.capture.structure import leaves
+from segue.check.breaks import called_at, handoffs
 from segue.check.cases import Case
 from segue.check.compare import Rows, difference
 from segue.check.lab import Lab
@@ -29,23 +32,26 @@ class Place:
     text: str
 
 
-def first_op(lab: Lab, order: Sequence[Case], case: Case) -> Place | None:
+def first_op(lab: Lab, order: Sequence[Case], case: Case, specs: Sequence[BreakSpec]) -> Place | None:
     """Capture again, this time keeping all memory, and compare every op's results with the reference's.
 
-    None: the difference doesn't show then, as it may be one of memory that was used twice.
+    None: the difference doesn't show then, as it may be one of memory that was used twice, or begins in a break.
     """
-    log = OpLog()
-    for other in order:
-        same = (other.bucket, other.variant) == (case.bucket, case.variant)
-        recorded = lab.capture(other, "memory" if same else "nothing")
-        log = recorded.log if same else log
+    log, journal, calls = OpLog(), Journal(), list[BreakCall]()
+    with journal.of(specs):
+        for other in order:
+            if (other.bucket, other.variant) != (case.bucket, case.variant):
+                lab.capture(other)
+                continue
+            with journal.noting() as calls:
+                log = lab.capture(case, "memory").log
+    breaks = lab.breaks(case)
+    _add_breaks(log, breaks, calls[len(calls) - len(breaks) :])
     outcome, reference = lab.replay(case, perturbed=False), OpLog("memory")
     wrong, _ = differing(lab.reference(case, reference), outcome, True, Padded((), case.bucket, case.tokens))
     rows = Rows(case.bucket, case.bucket, case.tokens, exact=True)
     found = origin(log, reference, wrong.values(), rows, recorded=True) if wrong else None
-    if found is None:
-        return None
-    return _of_op(found, lab.breaks(case), log, rows)
+    return None if found is None else _of_op(found, breaks, log, rows)
 
 
 def first_break(lab: Lab, order: Sequence[Case], case: Case, specs: Sequence[BreakSpec]) -> Place | None:
@@ -54,30 +60,33 @@ def first_break(lab: Lab, order: Sequence[Case], case: Case, specs: Sequence[Bre
     with journal.of(specs):
         for other in order:
             lab.capture(other)
-        mine = journal.during(lambda: lab.replay(case, perturbed=False))
-        theirs = journal.during(lambda: lab.reference(case, OpLog()))
+        with journal.noting() as mine:
+            lab.replay(case, perturbed=False)
+        with journal.noting() as theirs:
+            lab.reference(case, OpLog())
     rows = Rows(case.bucket, case.bucket, case.tokens, exact=True)
     breaks = lab.breaks(case)
     for k, (step, x, y) in enumerate(zip(breaks, mine, theirs, strict=False)):
         if text := _first_of(x.given, y.given, rows):
             what = f"segment {k}, which ends at the break {step.spec.label}, is the first to differ"
-            return Place(_called(step), f"{what}: what it hands over {text}")
+            return Place(called_at(step), f"{what}: what it hands over {text}")
         if text := _first_of(x.returned, y.returned, rows):
             what = f"the break {step.spec.label} is the first to differ: it got the same, and its result {text}"
-            return Place(_called(step), what)
+            return Place(called_at(step), what)
     if not breaks:
         return None
     return Place(
-        _called(breaks[-1]), f"the last segment, after the break {breaks[-1].spec.label}, is the first to differ"
+        called_at(breaks[-1]), f"the last segment, after the break {breaks[-1].spec.label}, is the first to differ"
     )
 
 
 @dataclass(frozen=True)
 class BreakCall:
-    """Copies of the tensors that a break got and gave."""
+    """Copies of the tensors that a break got and gave, and the storages of the former, by address."""
 
     given: list[Tensor]
     returned: list[Tensor]
+    reads: tuple[int, ...]
 
 
 class Journal:
@@ -87,11 +96,11 @@ class Journal:
         self._calls: list[BreakCall] = []
         self._thread = threading.get_ident()
 
-    def during(self, run: Callable[[], object]) -> list[BreakCall]:
-        """The calls that ``run`` makes."""
+    @contextmanager
+    def noting(self) -> Iterator[list[BreakCall]]:
+        """The calls within this block."""
         self._calls = []
-        run()
-        return self._calls
+        yield self._calls
 
     @contextmanager
     def of(self, specs: Sequence[BreakSpec]) -> Iterator[None]:
@@ -100,20 +109,21 @@ class Journal:
         before = [spec.fn for spec in unique]
         try:
             for spec in unique:
-                spec.fn = self._noting(spec.fn)
+                spec.fn = self._wrapped(spec.fn)
             yield
         finally:
             for spec, fn in zip(unique, before, strict=True):
                 spec.fn = fn
 
-    def _noting(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapped(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def noted(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:
                 return fn(*args, **kwargs)
-            given = _copies([*args, *kwargs.values()])
+            tensors = _tensors([*args, *kwargs.values()])
+            given, reads = [t.clone() for t in tensors], tuple(_torch.storage_span(t)[0] for t in tensors)
             result = fn(*args, **kwargs)
-            self._calls.append(BreakCall(given, _copies([result])))
+            self._calls.append(BreakCall(given, [t.clone() for t in _tensors([result])], reads))
             return result
 
         return noted
@@ -126,10 +136,12 @@ def _of_op(found: Origin, breaks: Sequence[Break], log: OpLog, rows: Rows) -> Pl
             op.where, f"{op.name} was recorded in segment {op.segment}, and the reference runs something else there"
         )
     before = breaks[op.segment - 1] if 0 < op.segment <= len(breaks) else None
-    made = {address for earlier in log.ops for address in earlier.writes}
+    made = {address for earlier in log.ops if not earlier.inside for address in earlier.writes}
     if found.other is not None and _differs_already(op, found.other, made, rows):
-        source = f"the result of the break {before.spec.label}" if before is not None else "a tensor made before"
-        return Place(op.where, f"{op.name} in segment {op.segment} reads what differs already: {source}")
+        what = f"{op.name} in segment {op.segment} reads what differs already"
+        if before is None:
+            return Place(op.where, f"{what}: a tensor from outside")
+        return Place(called_at(before), f"{what}: the result of the break {before.spec.label}, called here")
     sources = f", which reads what {'; '.join(found.from_)} made" if found.from_ else ""
     return Place(
         op.where, f"{op.name} in segment {op.segment}{sources}, is the first to differ: its result {found.how}"
@@ -144,13 +156,20 @@ def _differs_already(op: Op, other: Op, made: set[int], rows: Rows) -> bool:
     )
 
 
-def _called(step: Break) -> str:
-    return step.where.rpartition(" called at ")[2]
-
-
 def _first_of(mine: list[Tensor], theirs: list[Tensor], rows: Rows) -> str:
     return next((text for x, y in zip(mine, theirs, strict=False) if (text := difference(x, y, rows))), "")
 
 
-def _copies(values: list[Any]) -> list[Tensor]:
-    return [v.detach().clone() for v in leaves(values) if isinstance(v, Tensor)]
+def _tensors(values: list[Any]) -> list[Tensor]:
+    return [v.detach() for v in leaves(values) if isinstance(v, Tensor) and v.layout is torch.strided]
+
+
+def _add_breaks(log: OpLog, breaks: Sequence[Break], calls: Sequence[BreakCall]) -> None:
+    """Put the breaks among the ops of a capture, as something that reads arguments and writes hand-offs."""
+    segments = [[op for op in log.ops if op.segment == k] for k in range(len(breaks) + 1)]
+    for k, (step, call) in enumerate(zip(breaks, calls, strict=False)):
+        writes = tuple(_torch.storage_span(h.buffer)[0] for h in handoffs(step))
+        segments[k].append(
+            Op(step.spec.label, called_at(step), {}, (), call.reads, writes, inside=True, ours=True, segment=k)
+        )
+    log.ops = [op for ops in segments for op in ops]

@@ -31,15 +31,14 @@ class PlainValues:
         ]
 
     def restore(self) -> None:
-        """Put back every one that changed."""
+        """Put back every one that is another plain value now."""
         for holder, key, value in self._slots:
+            now = _now(holder, key)
+            if now is value or type(now) not in _PLAIN:
+                continue
             if isinstance(holder, types.CellType):
-                if _cell(holder) is not value and _cell(holder) is not _EMPTY:
-                    holder.cell_contents = value
-            elif isinstance(holder, list):
-                if key < len(holder) and holder[key] is not value:
-                    holder[key] = value
-            elif key in holder and holder[key] is not value:
+                holder.cell_contents = value
+            else:
                 holder[key] = value
 
 
@@ -115,6 +114,14 @@ def _of_function(fn: types.FunctionType) -> Iterator[tuple[Any, Any, Any]]:
             yield fn.__globals__, name, fn.__globals__[name]
     if isinstance(wrapped := getattr(fn, "__wrapped__", None), types.FunctionType):
         yield {}, None, wrapped
+
+
+def _now(holder: Any, key: Any) -> Any:
+    if isinstance(holder, types.CellType):
+        return _cell(holder)
+    if isinstance(holder, list):
+        return holder[key] if key < len(holder) else _EMPTY
+    return holder.get(key, _EMPTY)
 
 
 def _cell(cell: types.CellType) -> Any:

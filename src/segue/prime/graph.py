@@ -18,6 +18,7 @@ from segue.devices import Device, Pool
 from segue.errors import UsageError
 from segue.prime.body import Inputs, Reference, body, embed, reference
 from segue.prime.copyout import CopyOut
+from segue.prime.delivery import deliver
 from segue.prime.recording import Prime, Recorder
 from segue.prime.requests import Batch, Limits, read, read_tokens
 from segue.prime.trunk import Trunk
@@ -90,7 +91,6 @@ class PrimeGraph:
         self.pool: Pool = pool if pool is not None else self.device.default_pool()
         self._stream = stream if stream is not None else self.device.default_stream()
         self._limits = Limits(self.name, bucket, requests, trunk.min_tokens, type(self.scratch), place)
-        self._reserve = getattr(trunk, "reserve", None)
         example = self._example()
         with torch.inference_mode():
             parts = embed(trunk, example, self.name)
@@ -153,18 +153,10 @@ class PrimeGraph:
                 self._inputs.fill(embed(self.trunk, batch, self.name, self._like), batch)
                 logits, hidden = self._forward()
             with torch.inference_mode(as_caller), torch.no_grad():
-                # From here the device is at work, and checking the sessions costs no time.
                 result = _owned(logits, hidden, batch)
-                states = self._states(batch)
-            with torch.inference_mode():
-                offsets = batch.offsets(self.requests)
-                pairs = [
-                    pair for r, s in states.items() for pair in self.copies.pairs(s, r, offsets[r], batch.lengths[r])
-                ]
-                self.copies.copy(pairs)
-            with torch.inference_mode(as_caller), torch.no_grad():
-                for r in states:
-                    self.trunk.set_length(batch.sessions[r], batch.lengths[r])
+            # From here the device is at work, and checking the sessions costs no time.
+            offsets = batch.offsets(self.requests)
+            deliver(self.trunk, self.copies, batch.sessions, batch.lengths, offsets, inference=as_caller)
         return result
 
     def reference(self, tokens: Any) -> Reference:
@@ -199,16 +191,6 @@ class PrimeGraph:
         self._capture.replay()
         logits, hidden = self._recorder.results[self._capture]
         return logits, hidden
-
-    def _states(self, batch: Batch) -> dict[int, Any]:
-        """The state of each session that gets some."""
-        found = {}
-        for r, n in enumerate(batch.lengths):
-            if n:
-                if self._reserve is not None:
-                    self._reserve(batch.sessions[r], n)
-                found[r] = self.trunk.state(batch.sessions[r])
-        return found
 
     def _example(self) -> Batch:
         """As many shortest prompts as fit, so that the capture's own forward is a plausible one."""
