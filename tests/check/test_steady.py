@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
@@ -53,6 +54,23 @@ def test_what_a_forward_builds_and_keeps_stays():
     forward()
     values.restore()
     assert holder.step == 0 and 8 in holder.memo and holder.table is not None
+
+
+@dataclass(slots=True)
+class Slotted:
+    n: int
+    cache: list[int]
+
+
+def test_a_context_with_slots_too():
+    ctx = Slotted(3, [1])
+    contents, values, cache = Contents(ctx), PlainValues(ctx), ctx.cache
+    ctx.n, ctx.cache = 4, [2]
+    cache.append(5)
+    values.restore()
+    assert (ctx.n, ctx.cache) == (3, [2])
+    contents.restore()
+    assert ctx.cache is cache and cache == [1]
 
 
 def test_a_context_gets_back_everything_it_held():

@@ -136,7 +136,7 @@ def test_a_second_handle_on_one_model(make: Make, refused: Make, graphed: Make) 
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({"strategy": "prime"}, "strategy='prime' is not one"), ({"compile": True}, "compile=True) is not supported yet")],
+    [({"strategy": "full"}, "strategy='full' is not one"), ({"compile": True}, "compile=True) is not supported yet")],
 )
 def test_an_option_that_means_nothing(options: dict[str, Any], text: str, make: Make, refused: Make) -> None:
     assert text in refused(make(), **options)

@@ -69,7 +69,7 @@ def measure(
     """Capture the default ladder up to the longest of ``lengths`` and measure at each of them."""
     shape = shape or Shape()
     model = shape.model(dtype, device.torch_device)
-    with accelerate(model, max_tokens=max(lengths), device=device) as graphed:
+    with accelerate(model, max_tokens=max(lengths), strategy="breakable", device=device) as graphed:
         start = time.perf_counter()
         graphed.capture()
         clock.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -38,8 +39,10 @@ class PlainValues:
                 continue
             if isinstance(holder, types.CellType):
                 holder.cell_contents = value
-            else:
+            elif isinstance(holder, dict | list):
                 holder[key] = value
+            else:
+                object.__setattr__(holder, key, value)
 
 
 class Contents:
@@ -47,9 +50,12 @@ class Contents:
 
     def __init__(self, root: Any) -> None:
         holders: dict[int, Any] = {}
-        for holder, _, _ in _reach(root):
+        self._slots: list[tuple[Any, str, Any]] = []
+        for holder, key, value in _reach(root):
             if isinstance(holder, dict | list):
                 holders[id(holder)] = holder
+            elif not isinstance(holder, types.CellType):
+                self._slots.append((holder, key, value))
         self._saved = [(holder, holder.copy()) for holder in holders.values()]
 
     def restore(self) -> None:
@@ -60,6 +66,8 @@ class Contents:
             elif len(holder) != len(saved) or any(holder.get(k, _EMPTY) is not v for k, v in saved.items()):
                 holder.clear()
                 holder.update(saved)
+        for holder, name, value in self._slots:
+            object.__setattr__(holder, name, value)
 
 
 _EMPTY: Any = object()
@@ -100,9 +108,11 @@ def _children(obj: Any) -> Iterator[tuple[Any, Any, Any]]:
         yield from ((obj, i, v) for i, v in enumerate(list(obj)))
     elif isinstance(obj, tuple):
         yield from (({}, None, v) for v in obj)
-    elif isinstance(own := getattr(obj, "__dict__", None), dict) and type(obj).__module__.split(".")[0] not in _FOREIGN:
-        yield own, None, None
-        yield from ((own, k, v) for k, v in list(own.items()))
+    elif type(obj).__module__.split(".")[0] not in _FOREIGN or dataclasses.is_dataclass(obj):
+        if isinstance(own := getattr(obj, "__dict__", None), dict):
+            yield own, None, None
+            yield from ((own, k, v) for k, v in list(own.items()))
+        yield from ((obj, name, getattr(obj, name)) for name in _slots(obj) if hasattr(obj, name))
 
 
 def _of_function(fn: types.FunctionType) -> Iterator[tuple[Any, Any, Any]]:
@@ -121,7 +131,16 @@ def _now(holder: Any, key: Any) -> Any:
         return _cell(holder)
     if isinstance(holder, list):
         return holder[key] if key < len(holder) else _EMPTY
-    return holder.get(key, _EMPTY)
+    return holder.get(key, _EMPTY) if isinstance(holder, dict) else getattr(holder, key, _EMPTY)
+
+
+def _slots(obj: Any) -> list[str]:
+    """Names of the attributes that live in ``__slots__``."""
+    names: list[str] = []
+    for cls in type(obj).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else [s for s in slots if isinstance(s, str)]
+    return [name for name in names if not name.startswith("__")]
 
 
 def _cell(cell: types.CellType) -> Any:

@@ -119,6 +119,34 @@ def memory(
     _publish("# Memory of a ladder, and recording it", [*result.notes, about], tables, out, output, result.right)
 
 
+@app.command()
+def prime(
+    out: Annotated[Path | None, typer.Option("-f", "--out", help="Write the Markdown here too.")] = None,
+    lengths: Annotated[list[int] | None, typer.Option("-n", "--tokens", help="A prompt length; repeatable.")] = None,
+    times: Annotated[int, typer.Option(min=1, help="Measurements of each, of which the median counts.")] = 20,
+    output: FormatOption = Format.MD,
+) -> None:
+    """Prime graphs against breakable ones and eager, the Qwen3-0.6B shape, one fresh prompt with the cache filled.
+
+    Without a CUDA device only the verdicts mean anything, in a small size.
+    """
+    from segue.bench import prime as bench_prime
+    from segue.bench.ttft import LENGTHS, Shape
+
+    timed = torch.cuda.is_available()
+    shape = None if timed else Shape(2, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=48, vocabulary=61)
+    chosen = lengths or (LENGTHS if timed else (3, 16))
+    device = resolve("cuda" if timed else "emulator")
+    result = bench_prime.measure(device, shape, lengths=chosen, times=times, progress=log.print)
+    about = (
+        f"Medians of {times}, eager, breakable and prime in turns; each fills a fresh cache and gives the last logits. "
+        "*kernel sum*: device time of the kernels of one replay, the copy-out not in it. *recording*: one capture, without "
+        "warm-up, garbage collection and the search for cuts."
+    )
+    tables = {"One prompt as long as its bucket": result.rows, "Milliseconds of a replay, by where it is cut": result.cuts}
+    _publish("# Prime graphs", [*result.notes, about], tables, out, output, result.right)
+
+
 def _publish(
     title: str, notes: Sequence[str], tables: Mapping[str, Sequence[Row]], out: Path | None, form: Format, right: bool
 ) -> None:

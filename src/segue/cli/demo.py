@@ -36,7 +36,7 @@ def demo(
     size = model.config.vocab_size
     todo = cases.random_prompts(size, place) if tokenizer is None else cases.prompts(tokenizer, place)
     rows = []
-    with accelerate(model, max_tokens=512, device=device) as graphed:
+    with accelerate(model, max_tokens=512, strategy="breakable", device=device) as graphed:
         for case in todo:
             log.print(f"{case.name}")
             row = _row(graphed, case, tokenizer, tokens)

@@ -42,9 +42,11 @@ class Buckets:
         self.variants: set[Key] = set()
         self._told = False
 
-    def warm(self, call: Call, bucket: int, requests: int | None, ctx: Any) -> Layout:
+    def warm(
+        self, call: Call, bucket: int, requests: int | None, ctx: Any, strategy: Strategy | None = None
+    ) -> Layout:
         """Run a bucket's reference as its warm-up, and keep what it showed of inputs and outputs."""
-        layout = self.recorder.warm(call, self.recorder.stage(call, bucket, requests), ctx)
+        layout = self.recorder.warm(call, self.recorder.stage(call, bucket, requests), ctx, strategy)
         self.recorder.binder.keep(call)
         self.variants.add(call.key)
         self.warmed[call.key, bucket, requests] = layout.signature()
@@ -74,7 +76,7 @@ class Buckets:
                 raise
             raise CaptureFailed from e
         self.plans[place] = plan
-        if not plan.program.breaks and not self._told:
+        if not plan.program.breaks and not self._told and not getattr(strategy, "whole", False):
             self._told = True
             log.warning(
                 "segue: %s was captured without meeting a break point: everything in it, attention included, runs on "

@@ -68,22 +68,24 @@ class Recorder:
             chosen.append(buffer)
         return Stage(chosen, tokens, -1 if requests is None else requests)
 
-    def reference(self, call: Call, stage: Stage, ctx: Any) -> Layout:
+    def reference(self, call: Call, stage: Stage, ctx: Any, strategy: Strategy | None = None) -> Layout:
         """The function at the bucket's shape on fresh padded inputs, breaks as plain calls with the same trimming and
-        clearing.
+        clearing; or what the strategy says that its replays equal.
         """
+        own = getattr(strategy, "reference", None)
         with (
             torch.inference_mode(),
             active_forward(ctx if ctx is not None else state.ctx),
             reference_frame(rows=stage.tokens, valid_rows=call.tokens),
         ):
-            raw = self.binder.invoke(call, stage.padded(call.tensors, call.tokens, call.requests), ctx)
+            padded = stage.padded(call.tensors, call.tokens, call.requests)
+            raw = self.binder.invoke(call, padded, ctx) if own is None else own(self._named(padded), call.tokens)
         return self.outputs.layout(raw, call.key, stage.tokens, stage.requests)
 
-    def warm(self, call: Call, stage: Stage, ctx: Any) -> Layout:
+    def warm(self, call: Call, stage: Stage, ctx: Any, strategy: Strategy | None = None) -> Layout:
         """The reference on the capture stream, so that what libraries keep for a stream exists before the capture."""
         with _on_capture_stream(self.device, self.pool, self.stream):
-            return self.reference(call, stage, ctx)
+            return self.reference(call, stage, ctx, strategy)
 
     def record(
         self, call: Call, stage: Stage, ctx: Any, strategy: Strategy, warmed: Signature, lease: bool, job: Job
@@ -138,7 +140,11 @@ class Recorder:
             stream=self.stream,
             root=self.fn,
             name=f"bucket {stage.tokens}{also}",
+            inputs=self._named(stage.static),
         )
+
+    def _named(self, tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        return {leaf.name: t for leaf, t in zip(self.binder.leaves, tensors, strict=True) if t is not None}
 
     def owns(self, t: Tensor) -> bool:
         """Whether ``t`` is memory of the pool or of an input buffer."""

@@ -125,6 +125,7 @@ class GraphRunner:
             self.ladder, self.request_ladder, max_padding, tuple(s.name for s in self.strategies)
         )
         self._by_name = {s.name: s for s in self.strategies}
+        self._preferred = {s.name for s in self.strategies[:-1]}
         self._lease, self._retry, self._strict = outputs == "lease", on_failure == "eager", strict
         self._tally, self._max_variants = Tally(), max_variants
         self._output_dims = output_token_dim, output_request_dim
@@ -157,6 +158,8 @@ class GraphRunner:
             decision = self._decisions.get((call.tokens, call.requests)) or self._decide(call)
         else:
             self._check_decision(decision, call)
+        if decision.strategy in self._preferred:
+            call.key = (*call.key, decision.strategy)  # its plans are not those of the last strategy
         plan = buckets.plans.get((call.key, decision.bucket, decision.requests))
         if plan is None or self._shadow is not None:
             return self._slow(call, decision, buckets)
@@ -190,7 +193,9 @@ class GraphRunner:
         if d.bucket is None:
             raise NoBucketError(f"reference: {self.admission.explain(call.tokens, call.requests)}")
         with recorder.lock:
-            layout = recorder.reference(call, recorder.stage(call, d.bucket, d.requests), call.ctx)
+            layout = recorder.reference(
+                call, recorder.stage(call, d.bucket, d.requests), call.ctx, self._by_name[d.strategy]
+            )
             return layout.give(call.tokens, call.requests)
 
     def capture(self, *args: Any, ctx: Any = None, **kwargs: Any) -> CaptureSummary:
@@ -260,11 +265,12 @@ class GraphRunner:
         recorder = buckets.recorder
         with recorder.lock:
             plan = buckets.plans.get(place)
+            strategy = self._by_name[d.strategy]
             if plan is not None:
-                return plan.run(call) if self._shadow is None else self._shadow.run(call, plan, recorder)
+                return plan.run(call) if self._shadow is None else self._shadow.run(call, plan, recorder, strategy)
             self.module.check(recorder.device.torch_device)
             if place not in buckets.warmed or not may_capture():
-                answer = buckets.warm(call, d.bucket, d.requests, call.ctx).give(call.tokens, call.requests)
+                answer = buckets.warm(call, d.bucket, d.requests, call.ctx, strategy).give(call.tokens, call.requests)
                 answer = Lease(answer, None) if self._lease else answer
             elif not self._affordable(d.bucket, buckets):
                 return self._fall_back(call, OVER_BUDGET)

@@ -13,6 +13,7 @@ from segue.errors import ReplayError, UsageError
 from segue.runner.binding import Call
 from segue.runner.capturing import Recorder
 from segue.runner.plan import Plan
+from segue.runner.strategy import Strategy
 from segue.runner.writes import WriteLog
 
 
@@ -26,7 +27,7 @@ class Shadow:
     def __init__(self, every: int, state: Sequence[Tensor]) -> None:
         self._every, self._count, self._state = every, 0, state
 
-    def run(self, call: Call, plan: Plan, recorder: Recorder) -> Any:
+    def run(self, call: Call, plan: Plan, recorder: Recorder, strategy: Strategy) -> Any:
         """The replay's answer.
 
         Raises:
@@ -45,7 +46,7 @@ class Shadow:
         writes = WriteLog(recorder.owns, self._state)
         try:
             with writes:
-                expected = recorder.reference(call, plan.stage, ctx)
+                expected = recorder.reference(call, plan.stage, ctx, strategy)
                 with torch.inference_mode():
                     kept = expected.kept()
         finally:

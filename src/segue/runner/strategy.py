@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,8 @@ class Job:
     ``forward``: the function on the static inputs, which are filled. ``arrived``: to be called with what it returned
     before the capture ends; its result is called when the program has run whole, while nothing else can replay in the
     pool. ``root``: where the names of what the graphs read are looked for. ``launched``: set by the strategy; whether
-    something had run when it failed, so that an eager retry would run it twice.
+    something had run when it failed, so that an eager retry would run it twice. ``inputs``: the static inputs by name,
+    at the bucket's shape.
     """
 
     forward: Forward
@@ -38,6 +39,7 @@ class Job:
     root: Any
     name: str
     launched: bool = False
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Program(Protocol):
@@ -60,7 +62,12 @@ class Program(Protocol):
 
 
 class Strategy(Protocol):
-    """A way to run a bucket. ``takes`` says whether it serves a call; the last strategy of a runner serves all."""
+    """A way to run a bucket. ``takes`` says whether it serves a call; the last strategy of a runner serves all.
+
+    A strategy whose replays don't equal the runner's function on padded inputs has a ``reference(inputs, tokens)`` too: the
+    padded inputs by name and the real tokens, to what its replay must equal, eager, with the context live. One whose
+    graphs have no breaks on purpose says ``whole = True``.
+    """
 
     name: str
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["accelerate"]
 
-_STRATEGIES = ("auto", "breakable")
+_STRATEGIES = ("auto", "breakable", "prime")
 
 
 def accelerate(
@@ -37,7 +37,9 @@ def accelerate(
         model: a ``PreTrainedModel`` of a supported family (llama, mistral, qwen2, qwen3), in eval mode, on one device.
         max_tokens: the most tokens of *one forward* (batch times padded length), not of the text generated. Longer
             forwards run untouched.
-        strategy: ``"auto"`` or ``"breakable"``.
+        strategy: ``"auto"``: single fresh prompts as prime graphs where the model allows it, everything else breakable;
+            the handle's ``stats`` count both. ``"prime"``: the same, but a model without prime graphs is refused.
+            ``"breakable"``: no prime graphs.
         compile: must be False. Compiling the layers before they are captured is not supported yet.
         device: None means the model's; ``"emulator"`` says that CPU, for correctness only, is meant.
 
@@ -63,4 +65,4 @@ def accelerate(
         )
     from segue.integrations.transformers.handle import Accelerated
 
-    return Accelerated(model, max_tokens=max_tokens, device=device)
+    return Accelerated(model, max_tokens=max_tokens, device=device, strategy=strategy)

@@ -34,6 +34,7 @@ class Forward:
     implementation: Implementation
     live: dict[str, Any]  # arguments that the model's own attention would get, as this call has them
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)  # the caller's mode
+    fresh: bool = False  # one prompt for an empty cache, as a prime graph takes it
     reached: list[int] | None = None  # layers whose attention got here, for the probe
 
 

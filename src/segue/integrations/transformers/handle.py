@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from segue.errors import UsageError
-from segue.integrations.transformers import checks, names
+from segue.integrations.transformers import checks, fresh, names
 from segue.integrations.transformers.attention import Forward, attention_forward
 from segue.integrations.transformers.body import Body
 from segue.integrations.transformers.calls import Call, Reader
 from segue.integrations.transformers.implementation import NAME, Implementation
+from segue.prime.strategy import PrimeStrategy
 from segue.runner import Breakable, GraphRunner, Input, Job, Ladder, Program
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ class Accelerated:
     Made by :func:`segue.accelerate`. As a context manager it restores the model at the end.
     """
 
-    def __init__(self, model: Any, *, max_tokens: int, device: str | Device | None) -> None:
+    def __init__(
+        self, model: Any, *, max_tokens: int, device: str | Device | None, strategy: str = "auto"
+    ) -> None:
         from transformers import AttentionInterface
 
         self._decoder = decoder = checks.decoder_of(model)
@@ -53,15 +56,17 @@ class Accelerated:
         self._model = model
         AttentionInterface.register(NAME, attention_forward)
         self._output: Any = None  # the decoder's output type, seen in the probe
+        self._prime: PrimeStrategy | None = None
         self._probe()
         self._strategy = _Counting()
+        self._prime = self._prime_strategy(strategy)
         self._runner = GraphRunner(
             self._body,
             inputs={"x": Input(token_dim=0, pad=0.0), "position_ids": Input(token_dim=0, pad=0)},
             buckets=Ladder.geometric(max_tokens=max_tokens),
             capture_ctx=self._capture_context,
             device=self._device if device is None else device,
-            strategies=[self._strategy],
+            strategies=[*([self._prime] if self._prime else []), self._strategy],
         )
         self._run: Callable[..., Tensor] = self._runner
         self._take_over()
@@ -194,7 +199,14 @@ class Accelerated:
         decision = self._runner.admit(call.tokens)
         if decision.bucket is None:
             return self._untouched_forward(decision.reason, args, kwargs)
-        return self._graphed(call, functools.partial(self._run, decision=decision))
+
+        def run(x: Tensor, positions: Tensor, ctx: Forward) -> Tensor:
+            chosen = decision
+            if self._prime is not None and self._prime.fits(ctx, call.tokens):
+                chosen = dataclasses.replace(decision, strategy=self._prime.name)
+            return self._run(x, positions, ctx=ctx, decision=chosen)
+
+        return self._graphed(call, run)
 
     def _untouched_forward(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._untouched[reason] += 1
@@ -226,7 +238,9 @@ class Accelerated:
         if function is None:
             function = self._functions[name] = names.attention_function(self._attention_module, name)
         live = {"position_ids": positions, "use_cache": call.use_cache}
-        return Forward(call.batch, call.length, cache, per_layer, function, self._implementation, live, reached=reached)
+        ctx = Forward(call.batch, call.length, cache, per_layer, function, self._implementation, live, reached=reached)
+        ctx.fresh = self._prime is not None and fresh.is_fresh(ctx, call.position_ids)
+        return ctx
 
     def _capture_context(self, bucket: int) -> Forward:
         """A context for a bucket's explicit capture: one sequence that fills it, no cache."""
@@ -236,6 +250,17 @@ class Accelerated:
         embeds = weight.detach()[:1].expand(bucket, -1)[None]
         masks = names.make_masks(self._decoder.config, embeds, None, None, positions)
         return self._context(call, masks, None, positions)
+
+    def _prime_strategy(self, strategy: str) -> PrimeStrategy | None:
+        """For fresh prompts; None where none was asked for, or ``"auto"`` meets a model that has no use for it."""
+        if strategy == "breakable":
+            return None
+        try:
+            return fresh.strategy(self._model, self._decoder, self._forward)
+        except UsageError:
+            if strategy == "prime":
+                raise
+            return None
 
     def _probe(self) -> None:
         """Run two short prompts, one left-padded, with and without segue's body, no graphs.

@@ -1,0 +1,44 @@
+"""Fresh prompts of an accelerated model: which forwards a prime graph may serve, and the strategy that serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue.integrations.transformers import names
+from segue.integrations.transformers.attention import Forward
+from segue.integrations.transformers.trunk import ModelTrunk
+from segue.prime.strategy import PrimeStrategy
+
+
+def strategy(model: Any, decoder: Any, forward: Callable[..., Any]) -> PrimeStrategy:
+    """Prime for the decoder of ``model``, whose own forward is ``forward``.
+
+    Raises:
+        UsageError: the model has no prime graphs.
+    """
+    return PrimeStrategy(ModelTrunk(model, decoder=decoder, forward=forward), _prompts)
+
+
+def is_fresh(ctx: Forward, positions: Tensor | None) -> bool:
+    """Whether a forward is one whole prompt for an empty cache of growing layers, at its usual positions.
+
+    ``positions``: [1, n] as the caller gave them. Looking at them waits for the device, which has nothing to do yet.
+    """
+    if ctx.batch != 1 or ctx.cache is None or ctx.implementation.name != "sdpa":
+        return False
+    if any(mask is not None for mask in ctx.masks) or ctx.cache.get_seq_length():
+        return False
+    if any(type(layer) is not names.growing_layers()[0] for layer in ctx.cache.layers):
+        return False
+    return positions is None or torch.equal(positions[0], torch.arange(ctx.length, device=positions.device))
+
+
+def _prompts(ctx: Any) -> list[tuple[int, Any]] | None:
+    # A cache that has been filled since is caught by its length, one that has been emptied only loses a graph.
+    if not isinstance(ctx, Forward) or not ctx.fresh or ctx.cache.get_seq_length():
+        return None
+    return [(ctx.length, ctx.cache)]
