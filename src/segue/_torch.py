@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _device as _device_module
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _from_pointer: Callable[[int, torch.device, int], torch.UntypedStorage] | None = getattr(
     torch._C, "_construct_storage_from_data_pointer", None
@@ -23,6 +25,32 @@ _from_pointer: Callable[[int, torch.device, int], torch.UntypedStorage] | None =
 _inference_guard: Any = torch._C._InferenceMode
 _give_reference = ctypes.pythonapi.Py_IncRef
 _give_reference.argtypes, _give_reference.restype = [ctypes.py_object], None
+
+
+class WatchingMode(TorchDispatchMode):
+    """A dispatch mode that sees ops and leaves compiled functions compiled, where other modes turn them eager.
+
+    Without ``_should_skip_dynamo`` torch would wrap its handler in something that imports dynamo, which takes seconds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+@functools.cache
+def written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Positions and names of the arguments that an ``OpOverload`` writes, from its schema."""
+    arguments = getattr(getattr(func, "_schema", None), "arguments", ())
+    written = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    return tuple(i for i, _ in written), tuple(name for _, name in written)
 
 
 def tensor_at(

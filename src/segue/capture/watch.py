@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from segue import _torch, _where
 from segue.devices import Pool, Recording
@@ -23,7 +22,7 @@ from segue.errors import CaptureError
 
 OnWrite = Callable[[Tensor], None]
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-Observer = Callable[[Run, Any, tuple[Any, ...], dict[str, Any]], Any]  # runs the op by calling the first, and returns its result
+Observer = Callable[[Run, Any, tuple[Any, ...], dict[str, Any]], Any]  # calls the first, and returns what that does
 
 
 @dataclass
@@ -61,11 +60,11 @@ def observing(observer: Observer) -> Iterator[None]:
 _makers: weakref.WeakKeyDictionary[Pool, dict[int, tuple[int, str]]] = weakref.WeakKeyDictionary()
 
 
-class Watch(TorchDispatchMode):
+class Watch(_torch.WatchingMode):
     """Observes the ops of all segments of one capture and passes them to the recording under way."""
 
     def __init__(self, pool: Pool, name: str, on_write: OnWrite | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._name = name
         self._made: set[int] = set()  # addresses of pool blocks that this capture has written or was seen to allocate
         self._before: list[tuple[int, int]] = []  # pool blocks that were alive when it began
@@ -73,16 +72,7 @@ class Watch(TorchDispatchMode):
         self.recording: Recording | None = None
         self.error: BaseException | None = None  # the first refusal, even if the forward swallowed it
         self.pool, self._on_write = pool, on_write
-        self._writes: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
         self._observer = _observing.observer
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper it would get imports dynamo, which takes a second and is of no use here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -94,7 +84,7 @@ class Watch(TorchDispatchMode):
                     for b in a:
                         if isinstance(b, Tensor):
                             self._see(b, func)
-            positions, names = self._written_arguments(func)
+            positions, names = _torch.written_arguments(func)
             for i in positions:
                 if i < len(args):
                     self._write(args[i])
@@ -185,15 +175,6 @@ class Watch(TorchDispatchMode):
                     external.written = True
                     if self._on_write is not None:
                         self._on_write(external.tensor)
-
-    def _written_arguments(self, func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        known = self._writes.get(func)
-        if known is None:
-            arguments = getattr(getattr(func, "_schema", None), "arguments", ())
-            written = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
-            known = tuple(i for i, _ in written), tuple(name for _, name in written)
-            self._writes[func] = known
-        return known
 
 
 def _inside(address: int, blocks: list[tuple[int, int]]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import segue
 from segue import _torch, _where
@@ -123,23 +123,15 @@ class OpLog:
         self.ops.append(op)
 
 
-class Trace(TorchDispatchMode):
+class Trace(_torch.WatchingMode):
     """Shows a log the ops of an eager forward, or of the breaks of a replay.
 
     ``fill``: what uninitialised floating-point memory is filled with, so that a use of it shows.
     """
 
     def __init__(self, log: OpLog, fill: float | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._log, self._fill = log, fill
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True  # leaves compiled functions compiled
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if any(getattr(t, "__torch_dispatch__", _subclass_free) is not _subclass_free for t in types):
@@ -153,17 +145,11 @@ class Trace(TorchDispatchMode):
         return result
 
 
-_signatures: dict[Any, tuple[list[str], list[str]]] = {}
-
-
+@functools.cache
 def _signature(func: Any) -> tuple[list[str], list[str]]:
     """Names of an op's arguments, and of those it writes."""
-    known = _signatures.get(func)
-    if known is None:
-        arguments = getattr(getattr(func, "_schema", None), "arguments", ())
-        writes = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        known = _signatures[func] = [a.name for a in arguments], writes
-    return known
+    arguments = getattr(getattr(func, "_schema", None), "arguments", ())
+    return [a.name for a in arguments], list(_torch.written_arguments(func)[1])
 
 
 def _plain(given: dict[str, Any], func: Any) -> dict[str, str]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from segue import _torch, _where
 from segue.capture import is_breakable_capture_active
@@ -16,7 +15,7 @@ from segue.errors import UsageError
 LIMIT = 1 << 30  # bytes
 
 
-class WriteLog(TorchDispatchMode):
+class WriteLog(_torch.WatchingMode):
     """Watches the ops of this thread and copies the storage of every external tensor before its first write.
 
     A tensor made by a watched op is internal. Ops of a segment being recorded pass: nothing executes there, and the
@@ -29,22 +28,17 @@ class WriteLog(TorchDispatchMode):
     """
 
     def __init__(self, internal: Callable[[Tensor], bool], state: Iterable[Tensor] = (), limit: int = LIMIT) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._internal, self._limit, self._bytes = internal, limit, 0
         self._saved: dict[int, tuple[Any, Tensor]] = {}
         self._made: set[int] = set()
-        self._arguments: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
         for t in state:
             self._save(t)
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not is_breakable_capture_active():
-            positions, names = self._written(func)
+            positions, names = _torch.written_arguments(func)
             for value in (*(args[i] for i in positions if i < len(args)), *(kwargs[n] for n in names if n in kwargs)):
                 for t in value if isinstance(value, list | tuple) else (value,):
                     if isinstance(t, Tensor) and _has_memory(t):
@@ -88,14 +82,6 @@ class WriteLog(TorchDispatchMode):
                 if isinstance(a, Tensor) and _has_memory(a) and _torch.storage_span(a)[0] == address:
                     return
         self._made.add(address)
-
-    def _written(self, func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        known = self._arguments.get(func)
-        if known is None:
-            arguments = getattr(getattr(func, "_schema", None), "arguments", ())
-            found = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
-            known = self._arguments[func] = tuple(i for i, _ in found), tuple(name for _, name in found)
-        return known
 
 
 def _bytes_of(storage: Any, device: torch.device) -> Tensor:

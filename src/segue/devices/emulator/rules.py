@@ -150,7 +150,7 @@ def _learn(func: Any) -> Facts:
         refused = _dynamic("it counts what it finds", MEND)
     elif base in _RE_STORES:
         refused = RE_STORED
-    writes = [(i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    writes = _torch.written_arguments(func)
     opens = body = None
     if refused is None and not checked:
         opens, body = _torch.python_kernel(name), _torch.custom_op_body(name)
@@ -161,8 +161,8 @@ def _learn(func: Any) -> Facts:
         run=_torch.kernel(func),
         opens=opens,
         body=body,
-        writes=(tuple(i for i, _ in writes), tuple(n for _, n in writes)),
-        allocates=base in _ALLOCATES and not writes,
+        writes=writes,
+        allocates=base in _ALLOCATES and not writes[0],
         acts=not schema.returns,
         random=torch.Tag.nondeterministic_seeded in tags,
         refused=refused,
