@@ -92,6 +92,24 @@ def breaks(
 
 
 @app.command()
+def runner(
+    out: Annotated[Path | None, typer.Option("-f", "--out", help="Write the Markdown here too.")] = None,
+    times: Annotated[int, typer.Option(min=2, help="Rounds; in each of them everything is measured once.")] = 300,
+    output: FormatOption = Format.MD,
+) -> None:
+    """What a runner's call costs the host over the bare replay, beside eager in-place adds and padding by hand.
+
+    Without a CUDA device only the verdicts are given.
+    """
+    from segue.bench import runner as bench_runner
+
+    device = resolve("cuda" if torch.cuda.is_available() else "emulator")
+    result = bench_runner.measure(device, times=times, progress=log.print)
+    about = f"Medians of {times} rounds, all in turns, with the quartiles beside them. *host*: how long the call keeps the host."
+    _publish("# What a runner's call costs", [*result.notes, about], {"One call": result.rows}, out, output, result.right)
+
+
+@app.command()
 def memory(
     out: Annotated[Path | None, typer.Option("-f", "--out", help="Write the Markdown here too.")] = None,
     buckets: Annotated[list[int] | None, typer.Option("-b", "--bucket", help="Rows of a bucket; repeatable.")] = None,

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Everything that needs a CUDA device: the tests marked cuda, then each bench into a folder of results (default: beside this file).
+#   benchmarks/run.sh [FOLDER] [BENCH ...]
+# PYTHON picks the interpreter. Goes on after a failure, and exits 1 if there was one.
+set -u
+cd "$(dirname "$0")/.."
+folder=${1:-benchmarks/results}
+shift $(($# > 0 ? 1 : 0))
+python=${PYTHON:-python3}
+export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH}
+name=$("$python" -c 'import torch; print(torch.cuda.get_device_name().lower().replace("nvidia ", "").replace(" ", "-"))') || exit 2
+status=0
+if [ $# -eq 0 ]; then
+  "$python" -m pytest -q -m cuda -p no:cacheprovider tests || status=1
+  set -- breaks runner memory ttft prime
+fi
+for bench in "$@"; do
+  "$python" -m segue bench "$bench" -f "$folder/$name-$bench.md" || status=1
+done
+exit $status

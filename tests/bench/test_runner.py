@@ -1,0 +1,33 @@
+"""``segue bench runner`` in a size for tests."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from segue.bench import runner
+from segue.devices import Device, resolve
+
+
+def test_every_way_gives_the_reference(device: Device) -> None:
+    result = runner.measure(device, tokens=5, bucket=8, width=4, times=3, progress=lambda line: None)
+    assert result.right
+    assert [row["call"] for row in result.rows][:3] == ["bare replay", "runner", "7 in-place adds"]
+    assert result.rows[1]["output = reference"] == "bit for bit"
+    assert (result.added is None) == (not device.traits.timing)
+
+
+def test_the_added_cost_is_held_against_adds_measured_in_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator = resolve("emulator")
+    monkeypatch.setattr(type(emulator), "traits", dataclasses.replace(emulator.traits, timing=True))
+    result = runner.measure(emulator, tokens=5, bucket=8, width=4, times=5, progress=lambda line: None)
+    assert result.added is not None and result.allowed is not None and result.allowed > 0
+    assert "in-place adds" in " ".join(result.notes)
+
+
+def test_a_wrong_output_is_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner.GraphRunner, "reference", lambda self, *args: torch.full((5, 4), 1e3))
+    result = runner.measure(resolve("emulator"), tokens=5, bucket=8, width=4, times=1, progress=lambda line: None)
+    assert not result.right and "differs by up to" in result.rows[1]["output = reference"]
