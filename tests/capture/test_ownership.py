@@ -231,3 +231,54 @@ def test_externals_tell_what_segments_read_and_write(device: Device) -> None:
     assert state.tolist() == [3.0] * 4
     capture.replay()
     assert state.tolist() == [6.0] * 4
+
+
+W = torch.ones(4)
+
+
+class _Box:
+    pass
+
+
+class _Slots:
+    __slots__ = ("w",)
+
+
+class _Class:
+    w = torch.ones(4)
+
+
+BOX, SLOTS = _Box(), _Slots()
+BOX.w, SLOTS.w = torch.ones(4), torch.ones(4)  # type: ignore[attr-defined]
+
+
+def _helper(x: Tensor) -> Tensor:
+    return x * W
+
+
+@pytest.mark.parametrize(
+    ("forward", "holder", "name"),
+    [
+        (lambda x: x * W, None, "W"),
+        (lambda x: _helper(x), None, "W"),
+        (lambda x: sum(x * W for _ in range(2)), None, "W"),
+        (lambda x: x * BOX.w, BOX, "w"),  # type: ignore[attr-defined]
+        (lambda x: x * SLOTS.w, SLOTS, "w"),
+        (lambda x: x * _Class.w, _Class, "w"),
+    ],
+    ids=["a global", "a global of a helper", "a global in a comprehension", "an object", "slots", "a class"],
+)
+def test_a_tensor_replaced_behind_a_global_name_is_noticed(
+    forward: Callable[[Tensor], Tensor], holder: object, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.ones(4)
+    capture = segue.BreakableCapture(device="emulator", root=forward)
+    with capture:
+        forward(x)
+    capture.replay()
+    if holder is None:
+        monkeypatch.setitem(globals(), name, torch.zeros(4))
+    else:
+        monkeypatch.setattr(holder, name, torch.zeros(4))
+    with pytest.raises(segue.SegueError, match=name):
+        capture.replay()

@@ -95,9 +95,14 @@ def children(value: Any) -> Iterator[tuple[Step, Any]]:
     names = dict.fromkeys(getattr(value, "__dict__", ()))
     if dataclasses.is_dataclass(value):
         names.update(dict.fromkeys(f.name for f in dataclasses.fields(value)))
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        names.update(dict.fromkeys((slots,) if isinstance(slots, str) else slots))
+    names.update(dict.fromkeys(slots(type(value))))
     for name in names:
         if hasattr(value, name):
             yield ("attr", name), getattr(value, name)
+
+
+def slots(cls: type) -> Iterator[str]:
+    """Names of the slots of a class, inherited ones too."""
+    for base in cls.__mro__:
+        own = base.__dict__.get("__slots__", ())
+        yield from (own,) if isinstance(own, str) else own

@@ -7,20 +7,23 @@ other memory (``p.data = ...``, a new ``Parameter``, a cache replaced) would go 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import getitem
-from types import CellType, FunctionType, MethodType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from segue import _torch
-from segue.capture.context import ContextMap, getter, is_plain, show
+from segue.capture.context import ContextMap, getter, is_plain, show, slots
 from segue.capture.state import state
 from segue.capture.watch import External
 from segue.errors import ReplayError
 
+_LIBRARIES = {"torch", "segue", *sys.stdlib_module_names}
+_HELD_BY_CLASSES = (Tensor, torch.nn.Module, dict, list)
 _DEPTH = 4  # of containers and plain objects; submodules are followed to the end
 _MOST = 50_000  # objects looked at: names are a service, and a capture must not walk the whole process for them
 
@@ -203,7 +206,7 @@ def _places(root: Any) -> tuple[dict[int, Place], bool]:
                     found.setdefault(_torch.storage_key(child), place)
             elif isinstance(child, torch.nn.Module):
                 stack.append((child, place.name, _DEPTH, place))
-            elif not is_plain(child) or isinstance(child, FunctionType):
+            elif not is_plain(child) or isinstance(child, FunctionType | type):
                 stack.append((child, place.name, depth - 1, place))
     return found, compiled
 
@@ -234,8 +237,14 @@ def _held(value: Any) -> Iterator[tuple[Any, Any, Any, str]]:
         yield from ((value, k, v, f"[{k!r}]") for k, v in list(value.items()))
     elif isinstance(value, list | tuple):
         yield from ((value, i, v, f"[{i}]") for i, v in enumerate(value))
-    elif not isinstance(value, type) and isinstance(getattr(value, "__dict__", None), dict):
-        yield from ((value.__dict__, k, v, f".{k}") for k, v in list(value.__dict__.items()))
+    elif isinstance(value, type):
+        yield from ((value, k, v, f".{k}") for k, v in list(vars(value).items()) if isinstance(v, _HELD_BY_CLASSES))
+    else:
+        if isinstance(getattr(value, "__dict__", None), dict):
+            yield from ((value.__dict__, k, v, f".{k}") for k, v in list(value.__dict__.items()))
+        for name in slots(type(value)):
+            if hasattr(value, name):
+                yield value, name, getattr(value, name), f".{name}"
 
 
 def _held_by_function(fn: FunctionType) -> Iterator[tuple[Any, Any, Any, str]]:
@@ -244,11 +253,27 @@ def _held_by_function(fn: FunctionType) -> Iterator[tuple[Any, Any, Any, str]]:
             yield cell, "cell_contents", content, f": {name}"
     for i, default in enumerate(fn.__defaults__ or ()):
         yield fn.__defaults__, i, default, f" default {i}"
-    for name in fn.__code__.co_names:
-        if name in fn.__globals__ and isinstance(fn.__globals__[name], Tensor | torch.nn.Module | dict | list):
+    for name in dict.fromkeys(_names(fn.__code__)):
+        if name in fn.__globals__ and not _is_library(fn.__globals__[name]):
             yield fn.__globals__, name, fn.__globals__[name], f": {name}"
     if (wrapped := getattr(fn, "__wrapped__", None)) is not None:
         yield fn, "__wrapped__", wrapped, ""
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Global names that a function may read, those of the functions and comprehensions inside it too."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_library(value: Any) -> bool:
+    """Modules, builtins, and functions and classes of torch or Python: they hold nothing of the captured function's."""
+    if isinstance(value, ModuleType | BuiltinFunctionType):
+        return True
+    home = getattr(value, "__module__", None) if isinstance(value, type | FunctionType) else None
+    return isinstance(home, str) and home.partition(".")[0] in _LIBRARIES
 
 
 def _content(cell: CellType) -> Any:
