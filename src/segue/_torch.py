@@ -161,17 +161,27 @@ def abandon_graph(graph: torch.cuda.CUDAGraph) -> None:
     except Exception:
         with contextlib.suppress(Exception):
             _replace_invalid_capture()
-            end_recording(graph)
+            try:
+                end_recording(graph)
+            except Exception:
+                _end_raw_capture()
     with contextlib.suppress(Exception):
         graph.reset()
 
 
-def _replace_invalid_capture() -> None:
+def _end_raw_capture() -> Any:
     from cuda.bindings import runtime
 
     stream = runtime.cudaStream_t(raw_stream(current_device()))
     runtime.cudaStreamEndCapture(stream)
     runtime.cudaGetLastError()
+    return stream
+
+
+def _replace_invalid_capture() -> None:
+    from cuda.bindings import runtime
+
+    stream = _end_raw_capture()
     runtime.cudaStreamBeginCapture(stream, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import threading
@@ -379,3 +380,45 @@ def test_a_triton_kernel_that_would_tune_inside_a_capture_is_named() -> None:
         forward(x)
     capture.replay()
     assert (x == 2).all()
+
+
+def test_an_interrupt_while_the_first_segment_begins_leaves_nothing_on(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(4, device=device.torch_device)
+    begin = device.begin
+
+    def interrupted(pool: object) -> object:
+        recording = begin(pool)
+        signal.raise_signal(signal.SIGINT)
+        return recording
+
+    monkeypatch.setattr(device, "begin", interrupted)
+    with pytest.raises(KeyboardInterrupt), segue.BreakableCapture(device=device):
+        x * 2
+    monkeypatch.undo()
+    assert segue.capture_phase() is None
+    assert torch.zeros(2, device=device.torch_device).tolist() == [0.0, 0.0]
+    with segue.BreakableCapture(device=device) as capture:
+        out = plus_one(x) * 2
+    capture.replay()
+    assert out.tolist() == [4.0] * 4
+
+
+def test_a_capture_closed_in_its_own_replay_ends_it_by_name_or_whole_and_frees_its_memory(device: Device) -> None:
+    pool = device.new_pool()
+    x = torch.ones(4, device=device.torch_device)
+    close: list[object] = []
+    capture = segue.BreakableCapture(pool=pool)
+    with capture:
+        y = x * 2
+        capture.add_eager(lambda: capture.close() if close else None)
+        out = y + 1
+        del y
+    capture.replay()
+    assert out.tolist() == [3.0] * 4
+    del out
+    close.append(True)
+    with contextlib.suppress(segue.SegueError):
+        capture.replay()
+    with pytest.raises(segue.SegueError, match="was closed"):
+        capture.replay()
+    assert pool.usage().reserved == 0

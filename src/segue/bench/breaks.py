@@ -149,7 +149,7 @@ def _breaks(device: Device, size: Size, times: int) -> list[Row]:
         captures.append(capture)
         runs |= {
             kind.name: lambda capture=capture, valid=valid: capture.replay(valid),  # type: ignore[misc]
-            f"{kind.name}: graphs": loop(list(capture.segments[::2])),
+            f"{kind.name}: graphs": loop([graph.launch for graph in capture._graphs]),
             f"{kind.name}: alone": loop([kind.alone(program, size.valid)] * size.cuts),
         }
         verdicts[kind.name] = program.verdict(runs[kind.name], capture, valid)
@@ -212,7 +212,7 @@ def _looks(device: Device, size: Size, times: int) -> list[Row]:
         with BreakableCapture(device=device, root=held) as capture:
             held(y)
         captures.append(capture)
-        runs |= {f"{count}": capture.replay, f"{count}: graph": loop(list(capture.segments[::2]))}
+        runs |= {f"{count}": capture.replay, f"{count}: graph": loop([graph.launch for graph in capture._graphs])}
         for p in held.parameters():
             p.normal_()  # in place, so that the graph must see it
         expected = torch.cat(list(held.parameters()))

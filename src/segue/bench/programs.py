@@ -117,7 +117,7 @@ def loop(calls: list[Run]) -> Run:
 
 def bare_loops(capture: BreakableCapture) -> dict[str, Run]:
     """The graphs of a capture launched with nothing between: as torch offers it, and past torch's Python method."""
-    launchers: list[Any] = list(capture.segments[::2])
+    launchers: list[Any] = [graph.launch for graph in capture._graphs]
     loops = {"bare, launched as segue does": loop(launchers)}
     graphs = [getattr(launch, "__self__", None) for launch in launchers]
     if all(isinstance(graph, torch.cuda.CUDAGraph) for graph in graphs):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class Bound:
         for i, value in enumerate(args):
             name = names[i] if i < len(names) else f"argument {i}"
             self._args.append(None)
-            fixed, bound = (True, value) if receiver and i == 0 else self._bound(name, value)
+            held = receiver and i == 0 and self._map.find(value) is None
+            fixed, bound = (True, value) if held else self._bound(name, value)
             if fixed:
                 self._args[i] = bound
             else:
@@ -130,6 +132,20 @@ class Bound:
         )
 
 
+def of_context(fn: Callable[..., Any], where: str) -> Callable[..., Any]:
+    """``fn``, or where it is a method of an object that the context holds, that method of the running forward's object."""
+    owner = fn.__self__ if isinstance(fn, MethodType) else None
+    path = None if owner is None else ContextMap(state.ctx).find(owner)
+    if path is None:
+        return fn
+    get, plain = getter(path), fn.__func__  # type: ignore[attr-defined]
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return plain(_read(get, path, "self", where), *args, **kwargs)
+
+    return method
+
+
 def _read_live(paths: list[Path], name: str, where: str) -> Make:
     """What lies at the first path. Where the capture's context had one object at several, it must be one in every context."""
     path, get = paths[0], getter(paths[0])
@@ -162,7 +178,7 @@ def _read(get: Callable[[Any], Any], path: Any, name: str, where: str) -> Any:
     try:
         return get(state.ctx)
     except (AttributeError, KeyError, IndexError, TypeError) as e:
-        raise CaptureError(
+        raise ReplayError(
             f"{where}: argument {name!r} was {show(path)} at capture, and this forward's context "
             f"({type(state.ctx).__qualname__}) has nothing there. Give every forward a context of the same shape."
         ) from e

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from segue import _torch, _where
-from segue.capture.binding import Bound, cut_rows
+from segue.capture.binding import Bound, cut_rows, of_context
 from segue.capture.context import ContextMap, getter, is_plain, show
 from segue.capture.handoff import Allocate, Handoff, first_result, token_dimension
 from segue.capture.state import state
-from segue.capture.structure import Branch, OnLeaf, StructureChanged, Take, leaves, settle
+from segue.capture.structure import Branch, OnLeaf, StructureChanged, Take, leaves, parts_of, settle
 from segue.capture.watch import Watch
 from segue.errors import CaptureError, ReplayError, UsageError
 
@@ -49,6 +51,8 @@ def break_point(
     Raises:
         UsageError: a name that the function doesn't have.
     """
+    if fn is not None and not callable(fn):
+        raise UsageError(f"break_point decorates a function; got a {type(fn).__qualname__}")
     if fn is None:
         return lambda f: break_point(f, trim=trim, token_dim=token_dim, out=out)  # type: ignore[call-overload]
     spec = BreakSpec(fn, trim if isinstance(trim, Mapping) else dict.fromkeys(trim, 0), token_dim, out)
@@ -130,6 +134,8 @@ class Break:
     ) -> None:
         self.spec, self.where, self._watch, self._fn = spec, where, watch, spec.fn
         self._first = (args, kwargs, into)
+        if watch is not None:
+            self._fn = of_context(spec.fn, where)
         self._bound = None if watch is None else Bound(
             spec.names, args, kwargs, watch=watch, trim=spec.trim, receiver=spec.receiver, where=where
         )  # fmt: skip
@@ -162,13 +168,25 @@ class Break:
         try:
             with torch.no_grad():
                 cut_args, cut_kwargs = self.spec.trimmed(args, kwargs)
-                result, elsewhere = self._ordered(lambda: self._fn(*cut_args, **cut_kwargs))
+                filled = _containers([*args, *kwargs.values()])
+                with _unwatched():
+                    result, elsewhere = self._ordered(lambda: self._fn(*cut_args, **cut_kwargs))
+                if self._watch is not None and _containers([*args, *kwargs.values()]) != filled:
+                    raise CaptureError(
+                        f"{self.where}: the break changed what a list, dict or dataclass argument holds, and the segments after "
+                        "it would go on with what it held at capture. Return the new values."
+                    )
                 if elsewhere:
                     assert self._watch is not None
                     self._fn = _in_order(self._watch.pool.device.ordered, self._fn)
                 destination = self.spec.destination(args, kwargs, into)
                 if destination is None:
                     return self._settle(result, args, kwargs)
+                if self.spec.out is not None and isinstance(result, Tensor) and not _in(result, _memory([destination])):
+                    raise CaptureError(
+                        f"{self.where}: it declares out={self.spec.out!r} and returned another tensor, which nothing would read. "
+                        f"Fill {self.spec.out!r}, or leave out= away."
+                    )
                 self._settle_into(destination, result)
                 return destination
         finally:
@@ -194,10 +212,12 @@ class Break:
         arguments, cuts_rows = [*args, *kwargs.values()], bool(self.spec.trim) or state.asked_rows
         memory = _memory(arguments)
         cut = memory if state.asked_rows else _memory(self.spec.named(self.spec.trim, args, kwargs))
+        ours = _made if self._watch is None else self._watch.pool.owns
         allocate: Allocate = _like_eager(arguments, result) if self._watch is None else self._watch.allocate
         contexts = ContextMap(state.ctx)
-        seen: dict[int, Tensor] = {}
+        seen: dict[int, tuple[Tensor, list[Any]]] = {}
         handoffs: list[Handoff] = []
+        times = Counter(id(v) for v in leaves(result))
 
         def on_leaf(value: Any, path: str, token_dim: int | None) -> tuple[Take, Any]:
             if not isinstance(value, Tensor):
@@ -208,15 +228,18 @@ class Break:
                     "there inside the break, or keep it on the live context if only breaks use it."
                 )
             if id(value) in seen:
-                return _ignore, seen[id(value)]
-            seen[id(value)], handoff = first_result(
+                return _the_same(seen[id(value)][1], path, self.where), seen[id(value)][0]
+            owned = value.layout is torch.strided and ours(value)
+            kept, handoff = first_result(
                 value, token_dim, rows=state.rows, valid=state.valid, cuts_rows=cuts_rows,
-                argument_memory=_in(value, memory) and not contexts.find_memory(value), cut_memory=_in(value, cut),
-                allocate=allocate, path=path, where=self.where,
+                argument_memory=(owned or _in(value, memory)) and not contexts.find_memory(value), own_memory=owned,
+                cut_memory=_in(value, cut), allocate=allocate, path=path, where=self.where,
             )  # fmt: skip
             self._weaken(handoff)
             handoffs.append(handoff)
-            return handoff.accept, seen[id(value)]
+            last: list[Any] = []
+            seen[id(value)] = kept, last
+            return handoff.accept if times[id(value)] == 1 else _noted(handoff.accept, last), kept
 
         self._take, settled = self._walk(result, on_leaf, lambda v: contexts.find(v) is not None)
         if isinstance(result, Tensor):
@@ -262,7 +285,7 @@ class Break:
 
         def check(now: Any) -> None:
             then = kept if get is None else get(state.ctx)
-            if not (now is then or (is_plain(now) and type(now) is type(then) and now == then)):
+            if not (now is then or (is_plain(now) and type(now) is type(then) and _equal(now, then))):
                 raise ReplayError(
                     f"{where}: {place} is {now!r} and was {what} at capture. The segments after it were recorded for "
                     "that value; return it as a tensor, or make the break cover what depends on it."
@@ -280,13 +303,62 @@ def _in_order(ordered: Callable[[Callable[[], Any]], tuple[Any, bool]], fn: Call
     return run
 
 
+def _noted(take: Take, last: list[Any]) -> Take:
+    """``take``, for a tensor that stands at several places of the result."""
+
+    def noted(t: Any) -> None:
+        last[:] = [t]
+        take(t)
+
+    return noted
+
+
+def _the_same(last: list[Any], path: str, where: str) -> Take:
+    """At a later place of such a tensor: it must be the same object as at the first again."""
+
+    def same(t: Any) -> None:
+        first = last.pop() if last else t
+        if t is not first:
+            raise ReplayError(
+                f"{where}: {path} and an earlier place of the result were one tensor at capture, and are two now. The segments "
+                "after it read one memory for both. Return two tensors at capture too (clone())."
+            )
+        last.append(first)
+
+    return same
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return bool(a == b or (a != a and b != b))  # NaN is what it was
+
+
+def _made(t: Tensor) -> bool:
+    return state.made is not None and state.made.has(t)
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """In the reference a break runs as in a replay: with no mode of segue's on."""
+    made = state.made if state.reference else None
+    if made is None:
+        yield
+        return
+    made.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        made.__enter__()  # type: ignore[no-untyped-call]
+
+
 def _ignore(_: Any) -> None:
     return None
 
 
 def _fill(into: Any, result: Any, label: str) -> None:
     def on_leaf(t: Any, path: str, _: int | None) -> tuple[Take, Any]:
-        return t.copy_, t
+        if not isinstance(t, Tensor):
+            raise UsageError(f"break {label}: the destination has a {type(t).__qualname__} at {path}, not a tensor")
+        return Handoff(t, token_dimension(t, 0), path, f"break {label}").accept, t
 
     with torch.no_grad():
         try:
@@ -310,6 +382,11 @@ def _memory(values: list[Any]) -> set[int]:
 
 def _in(t: Tensor, memory: set[int]) -> bool:
     return t.layout is torch.strided and _torch.storage_key(t) in memory
+
+
+def _containers(arguments: list[Any]) -> list[list[tuple[Any, int]]]:
+    """What each argument that is a container holds, by identity."""
+    return [[(key, id(child)) for key, child in parts_of(a) or ()] for a in arguments]
 
 
 def _tensors(values: list[Any]) -> list[Tensor]:

@@ -50,6 +50,8 @@ class Handoff:
         """
         if not isinstance(t, Tensor) or t.dtype is not self._dtype or t.device != self.buffer.device:
             raise self._changed(t)
+        if t.layout is not torch.strided:
+            raise self._changed(t)
         got, valid = self.full, state.valid
         if self._alias and t.numel() and t.data_ptr() != self._pointer:
             raise self._moved()
@@ -65,11 +67,11 @@ class Handoff:
         """:meth:`accept` for a replay: the usual cases with nothing left to look up, the others as they are."""
         buffer, shape, dtype, pointer, stride = self.buffer, self._shape, self._dtype, self._pointer, self.buffer.stride()
         place, full, views, alias = buffer.get_device(), self.full, self._views, self._alias
-        copy, accept, cut, thread = buffer.copy_, self.accept, self._cut, state
+        copy, accept, cut, thread, strided = buffer.copy_, self.accept, self._cut, state, torch.strided
 
         def take(t: Any) -> None:
             valid = thread.valid
-            if not isinstance(t, Tensor) or t.dtype is not dtype or t.get_device() != place or alias:
+            if not isinstance(t, Tensor) or t.dtype is not dtype or t.get_device() != place or alias or t.layout is not strided:
                 accept(t)
             elif t.shape == shape:
                 if t.data_ptr() != pointer or t.stride() != stride:
@@ -128,7 +130,8 @@ class Handoff:
         )
 
     def _changed(self, t: Any) -> ReplayError:
-        now = f"{t.dtype} {tuple(t.shape)} on {t.device}" if isinstance(t, Tensor) else f"a {type(t).__qualname__}"
+        layout = f"{t.layout} " if isinstance(t, Tensor) and t.layout is not torch.strided else ""
+        now = f"{layout}{t.dtype} {tuple(t.shape)} on {t.device}" if isinstance(t, Tensor) else f"a {type(t).__qualname__}"
         return ReplayError(
             f"{self.where}: {self.path} is {now}, but at capture it was {self._dtype} {tuple(self._shape)} on "
             f"{self.buffer.device}, and the next segment reads exactly that. A break must return the same structure, dtype "
@@ -144,6 +147,7 @@ def first_result(
     valid: int | None,
     cuts_rows: bool,
     argument_memory: bool,
+    own_memory: bool,
     cut_memory: bool,
     allocate: Allocate,
     path: str,
@@ -151,8 +155,10 @@ def first_result(
 ) -> tuple[Tensor, Handoff]:
     """Settle a tensor that a break returned at capture or in the reference: what the forward goes on with, and its hand-off.
 
-    ``argument_memory``: it lies in an argument, and stays there. ``cut_memory``: in one that arrived as its valid rows: then it
-    has memory of its own whatever their number, or its cleared tail would be that of the argument whenever all rows are real.
+    ``argument_memory``: it lies in an argument, and stays there. ``own_memory``: in memory that the forward made. Where it is
+    not, it may be the caller's state, whose rows are never cleared: then a result with one row a token of a bucket is copied.
+    ``cut_memory``: in an argument that arrived as its valid rows: it has memory of its own whatever their number, or its
+    cleared tail would be that of the argument whenever all rows are real.
     The hand-off keeps the memory alive; a capture replaces its buffer by a weak view.
     """
     if t.layout is not torch.strided:
@@ -168,9 +174,11 @@ def first_result(
     if dim is not None and rows is not None and not padded_up and t.shape[dim] != rows:
         dim = None
     token_shaped = dim is not None and rows is not None
-    alias = argument_memory and not padded_up and not (cut_memory and token_shaped)
+    may_clear = own_memory and not _overlaps(t)
+    alias = argument_memory and not padded_up and not (token_shaped and (cut_memory or not may_clear))
     if alias:
         kept = t
+        dim = dim if may_clear else None
     else:
         shape = list(t.shape)
         if padded_up and dim is not None and rows is not None:
@@ -187,6 +195,11 @@ def token_dimension(t: Tensor, dim: int | None) -> int | None:
     if dim is None or not -t.dim() <= dim < t.dim():
         return None
     return dim % t.dim()
+
+
+def _overlaps(t: Tensor) -> bool:
+    """Whether several elements share memory, as after ``expand``."""
+    return any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
 
 
 def _strides(t: Tensor, shape: Sequence[int]) -> Sequence[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import index
+from typing import Any
 
 import torch
 
@@ -19,31 +21,33 @@ Step = Segment | Break
 class Program:
     """Runs the steps of one capture. Holds its segments and hand-offs, and no reference to the capture itself."""
 
-    def __init__(
-        self, steps: list[Step], ownership: Ownership, pool: Pool, rows: int | None, name: str
-    ) -> None:
-        self.ownership = ownership
+    def __init__(self, steps: list[Step], ownership: Ownership, pool: Pool, rows: int | None, name: str) -> None:
+        self.ownership, self.closed = ownership, False
         self._pool, self._rows, self._name, self._inference = pool, rows, name, torch.is_inference_mode_enabled()
         self._kind = pool.device.torch_device.type
         self._autocast = _torch.autocast_state(self._kind)
-        self._all = [(isinstance(s, Break), s.runner() if isinstance(s, Break) else s.launch) for s in steps]
+        self._all = [s.runner() if isinstance(s, Break) else s.launch for s in steps]
         self._steps = tuple(
-            run for (_, run), step in zip(self._all, steps, strict=True) if isinstance(step, Break) or not step.empty
+            run for run, step in zip(self._all, steps, strict=True) if isinstance(step, Break) or not step.empty
         )
 
     @property
     def callables(self) -> list[Callable[[], None]]:
         """Every step as a callable of its own. Made anew, or the program would hold itself and outlive its capture."""
-        return [self._alone(run) if is_break else run for is_break, run in self._all]
+        return [self._alone(run) for run in self._all]
 
     def run(self, valid_rows: int | None) -> None:
         """Launch the segments and run the breaks between them, of which ``valid_rows`` rows are real."""
+        if type(valid_rows) is not int and valid_rows is not None:
+            valid_rows = row_count(valid_rows, f"{self._name}: valid_rows")
         if valid_rows is not None and not 0 <= valid_rows <= (valid_rows if self._rows is None else self._rows):
             raise UsageError(f"{self._name}: valid_rows={valid_rows} is not between 0 and its {self._rows} rows")
         self._within(self._steps, valid_rows, self.ownership.check)
 
     def _within(self, steps: tuple[Callable[[], None], ...], valid_rows: int | None, check: Callable[[], None]) -> None:
         s, pool = state, self._pool
+        if self.closed:
+            raise ReplayError(f"{self._name} can't be replayed: it was closed.")
         if s.pool is pool:
             raise UsageError(
                 f"{self._name} was replayed inside a forward of the same pool, whose memory it would overwrite. "
@@ -75,10 +79,10 @@ class Program:
         )
 
     def _alone(self, step: Callable[[], None]) -> Callable[[], None]:
-        def run_break() -> None:
-            self._within((step,), None, _nothing)
+        def run_alone() -> None:
+            self._within((step,), None, self.ownership.check)
 
-        return run_break
+        return run_alone
 
 
 def _run(steps: tuple[Callable[[], None], ...]) -> None:
@@ -86,9 +90,20 @@ def _run(steps: tuple[Callable[[], None], ...]) -> None:
         step()
 
 
+def row_count(n: Any, what: str) -> int:
+    """``n`` as a number of rows: any whole number that isn't a flag.
+
+    Raises:
+        UsageError: it is none, or negative.
+    """
+    try:
+        count = -1 if isinstance(n, bool) else index(n)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise UsageError(f"{what}={n!r} is not a number of rows")
+    return count
+
+
 def _say(autocast: torch.dtype | None) -> str:
     return "off" if autocast is None else f"to {autocast}"
-
-
-def _nothing() -> None:
-    return None

@@ -15,7 +15,7 @@ from segue import _where, devices
 from segue.capture.breaks import Break, BreakSpec
 from segue.capture.guards import one_capture, still, tuned_kernel, uninterrupted
 from segue.capture.ownership import Ownership
-from segue.capture.program import Program, Step
+from segue.capture.program import Program, Step, row_count
 from segue.capture.state import state
 from segue.capture.watch import External, OnWrite, Watch
 from segue.devices import Device, Pool, Recording, Segment
@@ -28,7 +28,8 @@ class BreakableCapture:
     """Capture what runs inside ``with`` as CUDA graphs, broken where a :func:`~segue.break_point` runs eagerly.
 
     The capture is a real first forward: each segment is launched as soon as it is recorded, so breaks see real values and
-    what the block computes is the answer. Afterwards :meth:`replay` runs it again on the memory it was recorded on.
+    what the block computes is the answer. Afterwards :meth:`replay` runs it again on the memory it was recorded on. What it
+    leaves in graph memory holds until anything else that shares the pool replays: copy it, or give it a pool of its own.
 
     Args:
         rows: the bucket: an output of a break with this size along its token dimension is token-shaped, and its rows past
@@ -55,6 +56,10 @@ class BreakableCapture:
         root: Any = None,
         on_write: OnWrite | None = None,
     ) -> None:
+        rows = None if rows is None else row_count(rows, "BreakableCapture: rows")
+        valid_rows = None if valid_rows is None else row_count(valid_rows, "BreakableCapture: valid_rows")
+        if rows is not None and valid_rows is not None and valid_rows > rows:
+            raise UsageError(f"BreakableCapture: valid_rows={valid_rows} is more than its {rows} rows")
         self.device: Device = pool.device if pool is not None and device is None else devices.resolve(device)
         self.pool: Pool = pool if pool is not None else self.device.default_pool()
         self.stream: Any = stream if stream is not None else self.device.default_stream()
@@ -68,6 +73,7 @@ class BreakableCapture:
         self._at_end: list[Callable[[], object]] = []
         self._recording: Recording | None = None
         self._program: Program | None = None
+        self._counts: tuple[int, int] | None = None  # graphs and breaks, once it is whole
         self._error: BaseException | None = None  # the first one of this capture, while it lasts
         self._failure = ""
         self._scope = ExitStack()
@@ -86,17 +92,17 @@ class BreakableCapture:
     @property
     def num_segments(self) -> int:
         """Graphs and breaks together."""
-        return len(self._steps)
+        return self.graphs + self.breaks
 
     @property
     def graphs(self) -> int:
         """Segments: one more than there are breaks and cuts."""
-        return len(self._graphs)
+        return self._counts[0] if self._counts else len(self._graphs)
 
     @property
     def breaks(self) -> int:
         """Break points met during the capture."""
-        return len(self._steps) - len(self._graphs)
+        return self._counts[1] if self._counts else len(self._steps) - len(self._graphs)
 
     @property
     def externals(self) -> list[External]:
@@ -129,6 +135,7 @@ class BreakableCapture:
                 self._watch.begin()
                 self._begin()
             except BaseException as e:
+                self._abandon()
                 self._fail(e)
                 raise
             self._scope = scope.pop_all()
@@ -236,6 +243,8 @@ class BreakableCapture:
             raise UsageError(f"{self.name}: close() inside its own `with`")
         if self._status != "failed":
             self._status = "closed"
+        if self._program is not None:
+            self._program.closed = True
         self._program = None
         self._retire()
         self._steps.clear()
@@ -245,6 +254,7 @@ class BreakableCapture:
         self._status, self._failure = "failed", f"{type(error).__name__}: {error}"
         self._program = None
         self._error = self._watch.error = None
+        self._counts = self.graphs, self.breaks
         self._steps.clear()
 
     def _refusal(self) -> ReplayError:
@@ -259,6 +269,7 @@ class BreakableCapture:
     def _finish(self) -> Program:
         baked = {path: held for s in self._steps if isinstance(s, Break) for path, held in s.bound.context_tensors.items()}
         self._watch.claim()
+        self._counts = self.graphs, self.breaks
         ownership = Ownership(self.externals, self._root, baked)
         return Program(self._steps, ownership, self.pool, self.rows, self.name)
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+from segue.capture.made import Made
+
 if TYPE_CHECKING:
     from segue.capture.session import BreakableCapture
     from segue.devices import Pool
@@ -22,6 +24,7 @@ class _ThreadState(threading.local):
     rows: int | None = None  # the bucket
     valid: int | None = None  # of these, real ones
     pool: Pool | None = None  # being captured into or replayed from
+    made: Made | None = None  # in the reference: what its forward has made
     asked_rows: bool = False  # the break that is running has asked for its valid rows
     ctx: Any = None
 
@@ -65,9 +68,11 @@ def capture_phase() -> Phase | None:
 @contextmanager
 def reference_frame(rows: int | None, valid_rows: int | None) -> Iterator[None]:
     """Run breaks as plain calls that trim and clear as a replay does: what a replay of a bucket of ``rows`` must equal."""
-    before = (state.reference, state.rows, state.valid, state.inside_break)
-    state.reference, state.rows, state.valid, state.inside_break = True, rows, valid_rows, False
+    before = (state.reference, state.rows, state.valid, state.inside_break, state.made)
+    made = Made()
+    state.reference, state.rows, state.valid, state.inside_break, state.made = True, rows, valid_rows, False, made
     try:
-        yield
+        with made:
+            yield
     finally:
-        state.reference, state.rows, state.valid, state.inside_break = before
+        state.reference, state.rows, state.valid, state.inside_break, state.made = before

@@ -17,24 +17,36 @@ __all__ = ["Device", "Pool", "PoolUsage", "Recording", "Segment", "Traits", "res
 _made: dict[str, Device] = {}
 _lock = threading.Lock()
 _warned = False
+_TAKES = 'segue takes "cuda", "cuda:0" and, for correctness only, "emulator"'
 
 
 def resolve(device: str | torch.device | Device | None, tensors: Iterable[Tensor] = ()) -> Device:
     """The device for ``device=`` as users give it: None (that of ``tensors``, or CUDA where there is one), ``"emulator"``,
     or anything ``torch.device`` takes. CPU means the emulator, which says once that it is for correctness only.
+
+    Raises:
+        UsageError: there is no such device, or none that segue captures on.
     """
     if device is None:
         first = next(iter(tensors), None)
         device = first.device if first is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not isinstance(device, str | torch.device):
+        if not hasattr(device, "torch_device"):
+            raise UsageError(f"device={device!r} is a {type(device).__qualname__}; {_TAKES}")
         return device
     if device == "emulator":
         return _emulator()
-    place = torch.device(device)
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"device={device!r} names no device; {_TAKES}") from None
     if place.type == "cpu":
         _warn_emulated()
         return _emulator()
     if place.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (place.index or 0) >= count:
+            raise UsageError(f"device={str(place)!r}: torch sees {count} CUDA devices here; {_TAKES}")
         return _cuda(torch.cuda.current_device() if place.index is None else place.index)
     raise UsageError(f"segue captures on CUDA devices and, emulated, on CPU tensors; got device {str(place)!r}")
 

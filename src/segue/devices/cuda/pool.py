@@ -6,6 +6,7 @@ import atexit
 import bisect
 import contextlib
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ class _SessionBooks:
         self.lock = threading.RLock()
         self.open = 0
         self.parked: list[CudaPool] = []
-        self.pools: list[CudaPool] = []
+        self.pools: weakref.WeakSet[CudaPool] = weakref.WeakSet()
 
     def __enter__(self) -> None:
         with self.lock:
@@ -41,7 +42,7 @@ class _SessionBooks:
 
     def at_exit(self) -> None:
         """Graphs before their pools, while CUDA still stands."""
-        for pool in self.pools:
+        for pool in list(self.pools):
             with contextlib.suppress(Exception):
                 pool.flush(even_if_attached=True)
 
@@ -59,6 +60,7 @@ class CudaPool:
         self.id: Any = torch.cuda.graph_pool_handle()  # what ``capture_begin(pool=...)`` takes
         self._lock = threading.RLock()
         self._devices: list[int] = []  # current before each turn under way
+        self._put_off = False  # what was retired waits for the end of a turn
         self._stream: int | None = None  # raw stream of the last replay
         self._stream_object: torch.cuda.Stream | None = None
         self._attached: set[object] = set()
@@ -68,7 +70,7 @@ class CudaPool:
         self._ends: list[int] = []
         self._mark: object = None
         self._turn = _Turn(self)
-        session_books.pools.append(self)
+        session_books.pools.add(self)
 
     def anchor(self) -> None:
         """Keep the pool in use from its first recording on, by an empty graph.
@@ -77,9 +79,14 @@ class CudaPool:
         that fails would take the pool with it.
         """
         if self._anchor is None:
-            self._anchor = _torch.new_graph()
-            self._anchor.capture_begin(pool=self.id, capture_error_mode="thread_local")
-            _torch.end_recording(self._anchor)
+            graph = _torch.new_graph()
+            try:
+                graph.capture_begin(pool=self.id, capture_error_mode="thread_local")
+                _torch.end_recording(graph)
+            except BaseException:
+                _torch.abandon_graph(graph)
+                raise
+            self._anchor = graph
 
     def owns(self, t: Tensor) -> bool:
         if t.device != self.device.torch_device:
@@ -132,18 +139,23 @@ class CudaPool:
         with session_books.lock:
             self._attached.discard(capture)
             self._retired.extend(segments)
-            if session_books.open:
-                session_books.parked.append(self)
-            else:
-                self.flush()
+            self.flush()
 
     def flush(self, even_if_attached: bool = False) -> None:
         """Destroy what was retired, all at once, if nothing alive shares the pool.
 
-        Resetting one graph can free a cuBLAS workspace of the stream that other graphs baked (pytorch#193402).
+        Resetting one graph can free a cuBLAS workspace of the stream that other graphs baked (pytorch#193402). CUDA refuses it
+        while anything is recorded, and a replay may be under way on the very graphs: then it waits for the end of those.
         """
         if self._anchor is None or (self._attached and not even_if_attached):
             return
+        if session_books.open:
+            session_books.parked.append(self)
+            return
+        if self._devices or torch.cuda.is_current_stream_capturing():
+            self._put_off = True
+            return
+        self._put_off = False
         torch.cuda.synchronize(self.device.torch_device)
         for segment in self._retired:
             segment.destroy()
@@ -156,23 +168,30 @@ class CudaPool:
 
     def enter(self) -> None:
         self._lock.acquire()
-        self.replays += 1
         before = _torch.current_device()
         self._devices.append(before)
-        if before != self.device.index:
-            torch.cuda.set_device(self.device.index)
-        raw = _torch.raw_stream(self.device.index)
-        if raw != self._stream:
-            current = torch.cuda.current_stream(self.device.torch_device)
-            if self._stream_object is not None:
-                current.wait_stream(self._stream_object)
-            self._stream, self._stream_object = raw, current
+        try:
+            self.replays += 1
+            if before != self.device.index:
+                torch.cuda.set_device(self.device.index)
+            raw = _torch.raw_stream(self.device.index)
+            if raw != self._stream:
+                current = torch.cuda.current_stream(self.device.torch_device)
+                if self._stream_object is not None:
+                    current.wait_stream(self._stream_object)
+                self._stream, self._stream_object = raw, current
+        except BaseException:
+            self.leave()
+            raise
 
     def leave(self) -> None:
         before = self._devices.pop()
         if before != self.device.index:
             torch.cuda.set_device(before)
         self._lock.release()
+        if self._put_off:
+            with session_books.lock:
+                self.flush()
 
     def _segments(self) -> list[dict[str, Any]]:
         mine = tuple(self.id)

@@ -40,6 +40,7 @@ class EmulatedRecording:
         self._undo: dict[tuple[str, int], Callable[[], None]] = {}
         self._generators: dict[Generator, Tensor] = {}
         self._open = True
+        self._seed = torch.default_generator.initial_seed()
         with _plain():
             self._save_generator(torch.default_generator)
         self._guard = HostGuard(self.refuse, self._literals)
@@ -94,6 +95,11 @@ class EmulatedRecording:
         Raises:
             CaptureError: something was refused while it was recorded, even if nobody let that error through.
         """
+        if self._refused is None and torch.default_generator.initial_seed() != self._seed:
+            self._refused = CaptureError(
+                "torch.manual_seed() with another seed was called in a segment: a graph holds no seed, and CUDA refuses it while "
+                "it records. Seed before the capture or the replay, or in a break point."
+            )
         refused = self._refused
         if refused is not None:
             self.abort()

@@ -1,0 +1,49 @@
+"""Which memory a forward made itself, for the reference: in a capture the graph pool tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue import _torch
+
+
+class Made(_torch.WatchingMode):
+    """Collects where the ops of a forward put what they make. What it was given, it did not make, even if it wrote it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._addresses: set[int] = set()
+
+    def has(self, t: Tensor) -> bool:
+        """Whether ``t`` lies in memory that was made since. What lived before can't have been allocated since."""
+        return _address(t) in self._addresses
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [a for t in _tensors((result,)) if (a := _address(t)) not in self._addresses]
+        if made:
+            given = {_address(t) for t in _tensors((*args, *(kwargs or {}).values()))}
+            self._addresses.update(a for a in made if a and a not in given)
+        return result
+
+
+def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
+    found = []
+    for v in values:
+        if isinstance(v, Tensor):
+            found.append(v)
+        elif isinstance(v, list | tuple):
+            found.extend(t for t in v if isinstance(t, Tensor))
+    return found
+
+
+def _address(t: Tensor) -> int:
+    if t.layout is not torch.strided:
+        return 0
+    try:
+        return _torch.storage_span(t)[0]
+    except (RuntimeError, NotImplementedError):
+        return 0
