@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _device as _device_module
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 _from_pointer: Callable[[int, torch.device, int], torch.UntypedStorage] | None = getattr(
     torch._C, "_construct_storage_from_data_pointer", None
@@ -43,6 +43,11 @@ class WatchingMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def current_mode() -> Any:
+    """The dispatch mode that sees an op first, or None."""
+    return _get_current_dispatch_mode()
 
 
 @functools.cache

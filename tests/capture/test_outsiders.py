@@ -130,7 +130,8 @@ def test_a_break_that_fills_a_container_argument_is_refused_by_name(device: Devi
         into.append(y * 2)
 
     x = torch.ones(4, device=device.torch_device)
-    with pytest.raises(segue.SegueError, match=r"fill.*changed what a list, dict or dataclass argument holds"), segue.BreakableCapture(device=device):
+    capture = segue.BreakableCapture(device=device)
+    with pytest.raises(segue.SegueError, match=r"fill.*changed what a list, dict or dataclass argument holds"), capture:
         fill([], x * 1)
 
 
@@ -140,7 +141,8 @@ def test_a_break_that_declares_out_and_returns_another_tensor_is_refused(device:
         return y * 2
 
     x = torch.ones(4, device=device.torch_device)
-    with pytest.raises(segue.SegueError, match="declares out='dst' and returned another tensor"), segue.BreakableCapture(device=device):
+    capture = segue.BreakableCapture(device=device)
+    with pytest.raises(segue.SegueError, match="declares out='dst' and returned another tensor"), capture:
         forgets(x * 1, torch.empty_like(x))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -169,7 +169,7 @@ class Break:
             with torch.no_grad():
                 cut_args, cut_kwargs = self.spec.trimmed(args, kwargs)
                 filled = _containers([*args, *kwargs.values()])
-                with _unwatched():
+                with nullcontext() if state.made is None else state.made.off():
                     result, elsewhere = self._ordered(lambda: self._fn(*cut_args, **cut_kwargs))
                 if self._watch is not None and _containers([*args, *kwargs.values()]) != filled:
                     raise CaptureError(
@@ -334,20 +334,6 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _made(t: Tensor) -> bool:
     return state.made is not None and state.made.has(t)
-
-
-@contextmanager
-def _unwatched() -> Iterator[None]:
-    """In the reference a break runs as in a replay: with no mode of segue's on."""
-    made = state.made if state.reference else None
-    if made is None:
-        yield
-        return
-    made.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        made.__enter__()  # type: ignore[no-untyped-call]
 
 
 def _ignore(_: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,21 @@ class Made(_torch.WatchingMode):
     def __init__(self) -> None:
         super().__init__()
         self._addresses: set[int] = set()
+        self._on = True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """In a break, which runs as in a replay: with no mode of segue's on, since some kernels can't run under one."""
+        on_top = _torch.current_mode() is self
+        if on_top:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._on = False
+        try:
+            yield
+        finally:
+            self._on = True
+            if on_top:
+                self.__enter__()  # type: ignore[no-untyped-call]
 
     def has(self, t: Tensor) -> bool:
         """Whether ``t`` lies in memory that was made since. What lived before can't have been allocated since."""
@@ -23,6 +40,8 @@ class Made(_torch.WatchingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if not self._on:
+            return result
         made = [a for t in _tensors((result,)) if (a := _address(t)) not in self._addresses]
         if made:
             given = {_address(t) for t in _tensors((*args, *(kwargs or {}).values()))}
