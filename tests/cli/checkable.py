@@ -65,3 +65,25 @@ def fault(fn: str) -> str:
     """``cli/checkable.py:12 in fn`` of a planted line."""
     code = globals()[fn].__code__
     return f"cli/checkable.py:{code.co_firstlineno + 1} in {fn}"
+
+
+def chatty() -> Any:
+    print("loading")
+    return _runner(_chatty), (torch.randn(5, 4),), {}
+
+
+def _chatty(x: Tensor) -> Tensor:
+    print("running")
+    return _forward(x)
+
+
+def raising() -> Any:
+    raise ValueError("no weights here")
+
+
+def raising_forward() -> Any:
+    return _runner(_raise), (torch.randn(5, 4),), {}
+
+
+def _raise(x: Tensor) -> Tensor:
+    raise ValueError("no forward here")

@@ -115,3 +115,19 @@ def test_segue_off_leaves_nothing_to_check_or_inspect(
     monkeypatch.setenv("SEGUE", "off")
     assert "no graphs to check" in refused(monkeypatch, capsys, "check", "checkable:right")
     assert "no graphs to take apart" in refused(monkeypatch, capsys, "inspect", "checkable:right")
+
+
+@pytest.mark.parametrize("command", ["check", "inspect"])
+@pytest.mark.parametrize("target, text", [("raising", "no weights here"), ("raising_forward", "no forward here")])
+def test_what_a_factory_or_forward_raises_exits_2_and_not_1_which_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, target: str, text: str
+) -> None:
+    said = refused(monkeypatch, capsys, command, f"checkable:{target}")
+    assert f"segue: ValueError: {text}" in said and "Traceback" in said
+
+
+def test_what_a_factory_and_a_forward_print_stays_off_stdout() -> None:
+    for command in ("check", "inspect"):
+        result = run(app, [command, "checkable:chatty", "-o", "json"])
+        assert result.exit_code == 0 and json.loads(result.stdout)["rows"] is not None
+        assert "loading" in result.stderr and "running" in result.stderr

@@ -25,6 +25,8 @@ def on_stdout(*arguments: str) -> Any:
 def test_env_names_versions_and_the_device() -> None:
     facts = {row["what"]: row["value"] for row in on_stdout("env", "-o", "json")["rows"]}
     assert facts["torch"] == torch.__version__ and "device" in facts
+    works = "yes" if torch.cuda.is_available() else "emulated"
+    assert facts["GraphRunner, PrimeGraph"] == works and facts["segue.accelerate"] in (works, "no: transformers not installed")
 
 
 def test_python_dash_m_is_the_same_command() -> None:

@@ -109,7 +109,7 @@ def test_the_table_is_on_stdout_with_memory_where_it_was_measured(write) -> None
 
 def test_lengths_come_from_stdin_too() -> None:
     result = run(app, ["plan", "-", "-k", "2", "--multiple-of", "4", "-o", "csv"], input="3 9 17\n")
-    assert result.stdout == 'k,padding,geometric,buckets\n2,34.1%,34.1%,"12, 20"\n'
+    assert result.stdout == 'k,padding,geometric,buckets\n2,0.340909,0.340909,"12, 20"\n'
 
 
 def test_a_plot_is_drawn_where_matplotlib_is_installed(write, tmp_path: Path) -> None:
@@ -140,3 +140,17 @@ def test_wrong_use_exits_2(write, monkeypatch, capsys, arguments: list[str], tex
 def test_options_out_of_range_exit_2(write) -> None:
     assert run(app, ["plan", write("a.txt", "3"), "-k", "0"]).exit_code == 2
     assert run(app, ["plan"]).exit_code == 2
+
+
+def test_a_byte_order_mark_is_no_part_of_the_lengths(tmp_path: Path) -> None:
+    for name, text in {"a.txt": "5\n7\n9\n", "a.csv": "tokens\n5\n7\n9\n", "a.jsonl": "5\n7\n9\n"}.items():
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+        assert read_lengths(str(tmp_path / name)) == [5, 7, 9]
+    result = run(app, ["plan", "-"], input="\ufeff5 7")
+    assert result.exit_code == 0, result.output
+
+
+def test_json_has_numbers_and_markdown_per_cent(write) -> None:
+    row = json.loads(run(app, ["plan", write("a.txt", "10\n11\n12\n20\n"), "-k", "2", "-o", "json"]).stdout)["rows"][0]
+    assert isinstance(row["padding"], float) and isinstance(row["geometric"], float)
+    assert f"| {row['padding']:.1%} |" in run(app, ["plan", write("a.txt", "10\n11\n12\n20\n"), "-k", "2"]).stdout

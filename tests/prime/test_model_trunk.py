@@ -55,7 +55,7 @@ def build(family: str, device: Device, dtype: torch.dtype = torch.float32, **cha
     cls = FAMILIES[family]
     torch.manual_seed(0)
     own = {"sliding_window": None} if family == "mistral" else {}
-    return cls(cls.config_class(**{**_SIZE, **own, **changes})).to(device.torch_device, dtype).eval()
+    return cls(cls.config_class(**{**_SIZE, **own, **changes})).to(device.torch_device, dtype).eval().requires_grad_(False)
 
 
 def cache_of(model: Any) -> Any:
@@ -195,3 +195,18 @@ def test_the_shape_of_qwen3_passes_the_gate_where_it_can_be_run(device: Device, 
     with segue.PrimeGraph(getattr(bench, dtype)(), 512, device=device) as prime:
         report = check_prime(prime, steps=4)
     assert report.ok, report.findings
+
+
+@pytest.mark.parametrize("where", ["config", "layer"])
+def test_a_model_that_is_not_causal_is_refused(device: Device, where: str) -> None:
+    model = build("llama", device)
+    with segue.PrimeGraph(ModelTrunk(model), BUCKET, device=device) as prime:
+        if where == "config":
+            model.config.is_causal = False
+        else:
+            model.model.layers[1].self_attn.is_causal = False
+        said = "config.is_causal is False" if where == "config" else "layers.1.self_attn.is_causal is False"
+        with pytest.raises(segue.SegueError, match=said):
+            prime.run(prompt(9, device), cache_of(model))
+    with pytest.raises(segue.SegueError, match=said):
+        ModelTrunk(model)

@@ -199,6 +199,62 @@ def test_an_embedding_that_changes_its_type_between_runs_is_refused(device: Devi
             prime.run(prompt(5, device), dense_trunk.new_cache(16))
 
 
+def test_a_run_in_training_mode_is_refused_and_the_session_left_as_it_was(device: Device, dense_trunk: Any) -> None:
+    with segue.PrimeGraph(dense_trunk, BUCKET, device=device) as prime:
+        dense_trunk.mlp[1].train()
+        session = dense_trunk.new_cache(16)
+        with pytest.raises(segue.SegueError, match=r"prime graph of 16 rows: Sequential 'mlp.1' is in training mode"):
+            prime.run(prompt(5, device), session)
+        assert session.length == 0 and not session.kv.any()
+
+
+def test_a_run_that_would_record_gradients_is_refused(device: Device, dense_trunk: Any) -> None:
+    with segue.PrimeGraph(dense_trunk, BUCKET, device=device) as prime:
+        dense_trunk.vocabulary.weight.requires_grad_(True)
+        with pytest.raises(segue.SegueError, match=r"run with gradients required.*torch.inference_mode\(\)"):
+            prime.run(prompt(5, device), dense_trunk.new_cache(16))
+        with torch.no_grad():
+            assert not prime.run(prompt(5, device), dense_trunk.new_cache(16)).logits.requires_grad
+
+
+def test_what_is_no_trunk_is_refused_with_what_it_lacks(device: Device) -> None:
+    with pytest.raises(segue.SegueError, match=r"a Linear is no trunk: it lacks embed\(\), new_cache\(\).*min_tokens"):
+        segue.PrimeGraph(torch.nn.Linear(2, 2).eval(), BUCKET, device=device)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"bucket": "a"}, "bucket='a' must be a whole number"),
+        ({"bucket": 16.0}, "bucket=16.0 must be"),
+        ({"requests": 1.5}, "requests=1.5 must be a whole number"),
+        ({"requests": True}, "requests=True must be"),
+    ],
+)
+def test_sizes_that_are_no_whole_numbers_are_refused(device: Device, dense_trunk: Any, given: Any, message: str) -> None:
+    with pytest.raises(segue.SegueError, match=message):
+        segue.PrimeGraph(dense_trunk, **{"bucket": BUCKET, **given}, device=device)
+
+
+class HeadReadsHost(dense.Dense):
+    def head(self, last: Tensor) -> Tensor:
+        return super().head(last) * last.max().item()
+
+
+@pytest.mark.parametrize(("kind", "method"), [(ReadsHost, "forward"), (Counts, "forward"), (HeadReadsHost, "head")])
+def test_a_host_read_is_told_by_method_and_not_sent_into_a_break(device: Device, kind: Any, method: str) -> None:
+    trunk = kind().to(device.torch_device).eval().requires_grad_(False)
+    with pytest.raises(segue.SegueError, match=rf"trunk.{method}\(\), .*test_refusals.py:\d+ in {method}") as caught:
+        segue.PrimeGraph(trunk, BUCKET, device=device, cuts=[])
+    assert "prepare it in new_cache() or embed()" in str(caught.value) and "into a break" not in str(caught.value)
+
+
+def test_segue_off_is_read_in_either_case(device: Device, dense_trunk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEGUE", "OFF")
+    with segue.PrimeGraph(dense_trunk, BUCKET, device=device) as prime:
+        assert prime.graphs == 0 and prime.run(prompt(5, device), dense_trunk.new_cache(16)).logits.shape == (1, 53)
+
+
 @pytest.mark.parametrize(("bucket", "requests"), [(0, 1), (4, 5), (4, 0)])
 def test_sizes_that_mean_nothing_are_refused(device: Device, dense_trunk: Any, bucket: int, requests: int) -> None:
     with pytest.raises(segue.SegueError, match=r"smaller than trunk.min_tokens=1|requests=\d must be from 1 to"):

@@ -140,3 +140,49 @@ def test_a_shadow_run_compares_prime_with_its_own_reference(device: Device, dens
             x = _x(dense_trunk, 7, device=device)
             runner(x, ctx=Forward(dense_trunk, [7]))
         assert runner.stats.strategies == {"prime": 2}
+
+
+class Sharing(dense.Dense):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[int] = []
+
+    def new_cache(self, rows: int, requests: int = 1) -> dense.DenseCache:
+        self.made.append(rows)
+        return super().new_cache(rows, requests)
+
+    def part(self, cache: dense.DenseCache, rows: int) -> dense.DenseCache:
+        return dense.DenseCache(cache.kv[..., :rows, :])
+
+
+@pytest.mark.parametrize("order", [(7, 15), (15, 7)])
+def test_buckets_share_one_scratch_cache_where_the_trunk_can_part_it(device: Device, order: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    trunk = Sharing().to(device.torch_device).eval().requires_grad_(False)
+    prime = PrimeStrategy(trunk, fresh, requests=2, most_rows=16)
+    inputs = {"x": Input(token_dim=0, pad=0.0)}
+    runner = GraphRunner(lambda x: live(x) * 1, inputs=inputs, buckets=[8, 16], strategies=[prime, Breakable()], device=device)
+    with runner:
+        for n in (*order, *order, *order, *reversed(order)):
+            x = _x(trunk, n, device=device)
+            mine, other = Forward(trunk, [n]), Forward(trunk, [n])
+            before = len(trunk.made)
+            got, made = runner(x, ctx=mine), trunk.made[before:]
+            assert difference(got, runner.reference(x, ctx=other)) is None
+            assert difference(mine.sessions[0].kv, other.sessions[0].kv) is None
+            assert len(made) <= 1
+        assert prime.captured == {8, 16}
+        kv = trunk.new_cache(16).kv
+        assert prime.scratch_bytes == kv.numel() * kv.element_size()
+    assert prime.captured == frozenset() and prime.scratch_bytes == 0
+
+
+def test_without_parts_each_bucket_has_a_scratch_cache_that_is_counted(device: Device, dense_trunk: Any) -> None:
+    prime = PrimeStrategy(dense_trunk, fresh)
+    inputs = {"x": Input(token_dim=0, pad=0.0)}
+    strategies = [prime, Breakable()]
+    with GraphRunner(lambda x: live(x) * 1, inputs=inputs, buckets=[8, 16], strategies=strategies, device=device) as runner:
+        for n in (7, 7, 15, 15):
+            runner(_x(dense_trunk, n, device=device), ctx=Forward(dense_trunk, [n]))
+        kv = dense_trunk.new_cache(8 + 16).kv
+        assert prime.scratch_bytes == kv.numel() * kv.element_size()

@@ -34,12 +34,21 @@ def compare(what: str, got: list[Tensor], want: list[Tensor]) -> None:
         assert not differs(a, b), f"{what} {i} differs from the reference:\n{a}\ninstead of\n{b}"
 
 
-def eager_agrees(program: Program, got: list[Tensor], n: int, x: Tensor, world: World, seed: int) -> None:
-    """Plain eager on unpadded rows, where padding can't show by construction: the same to rounding on real rows."""
+def eager_agrees(
+    program: Program, got: list[Tensor], n: int, x: Tensor, world: World, seed: int, written: Tensor | None = None
+) -> None:
+    """Plain eager on unpadded rows, where padding can't show by construction: the same to rounding on real rows.
+
+    ``written``: the caller's tensor after the call, to hold what eager leaves in ``x``.
+    """
     if not (program.token_wise and program.smooth):
         return
     world.context(seed)
-    eager = program.run(x[:n].clone(), world)
+    rows = x[:n].clone()
+    eager = program.run(rows, world)
+    if written is not None:
+        close = torch.allclose(written, rows, rtol=1e-3, atol=1e-3, equal_nan=True)
+        assert close, f"the caller's input after the call:\n{written}\ninstead of\n{rows}"
     for i, (a, b, (_, kind)) in enumerate(zip(got, eager, program.returned, strict=False)):
         a = a[:n] if kind in ("rows", "half", "low", "ints", "wide") else a
         close = torch.allclose(a.float(), b.float(), rtol=1e-3, atol=1e-3, equal_nan=True)
@@ -203,14 +212,19 @@ class Served:
         ours = world.context(i)
         self.pool.poison()
         torch.manual_seed(i)
-        answer = runner(x, ctx=ours, **bias)
+        mine = x.clone()
+        answer = runner(mine, ctx=ours, **bias)
         got = [t.clone() for t in _tensors(answer.value if self.case.lease else answer)]
         what = f"call {i} of {n} rows: result"
         compare(what, got, want)
         compare(f"{what} aside, world tensor", world.tensors(), after.tensors())
         compare(f"{what} aside, context tensor", ours.tensors(), theirs.tensors())
         with segue.active_forward(before.context(i)):
-            eager_agrees(self.case.program, got, n, x + bias["bias"] if bias else x, before, i)
+            if bias:  # then the program runs on a sum
+                compare(f"{what} aside, input", [mine], [x])
+                eager_agrees(self.case.program, got, n, x + bias["bias"], before, i)
+            else:
+                eager_agrees(self.case.program, got, n, x, before, i, mine)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -31,7 +31,7 @@ def test_a_bucket_that_was_left_out_is_served_by_the_next():
     assert admission.decide(3).bucket == 4 and admission.decide(7).bucket is None
     assert Admission(Ladder([4, 8]), left_out={4: "x"}).decide(3).bucket == 8
     assert admission.explain(7) == (
-        "7 tokens: eager, no bucket fits: the largest bucket is 16; left out: 8 (memory_budget), 16 (memory_budget)"
+        "7 tokens: eager, memory_budget: the largest bucket is 16; left out: 8 (memory_budget), 16 (memory_budget)"
     )
 
 

@@ -7,7 +7,7 @@ import torch
 
 from runner.rows import close
 from segue.errors import InputError, SegueError, UsageError
-from segue.runner import GraphRunner, Input
+from segue.runner import GraphRunner, Input, Ladder
 
 
 def forward(x, bias=None, *, flag=False):
@@ -84,7 +84,7 @@ def test_gradients_are_no_matter_where_grad_mode_is_off(make, model):
 
 
 def test_a_module_in_training_mode_is_refused_and_works_after_eval(make, device):
-    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout()).to(device.torch_device)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout()).to(device.torch_device).requires_grad_(False)
     runner = make(module, {"input": Input(0, 0.0)})
     x = torch.randn(3, 4, device=device.torch_device)
     with pytest.raises(UsageError, match=r"Sequential is in training mode.*\.eval\(\)"):
@@ -93,6 +93,9 @@ def test_a_module_in_training_mode_is_refused_and_works_after_eval(make, device)
     for _ in range(3):
         assert close(runner(x), module(x))
     module[1].train()
+    for n in (3, 3, 17):  # replays and eager calls too
+        with pytest.raises(UsageError, match=r"Dropout 'Sequential\.1' is in training mode"):
+            runner(torch.randn(n, 4, device=device.torch_device))
     with pytest.raises(UsageError, match=r"Dropout '1' is in training mode"):
         runner.capture(x)
     module.train()
@@ -132,6 +135,27 @@ def test_a_module_on_another_device_is_refused_by_the_parameter(make):
         (lambda: GraphRunner(forward, INPUTS, [4], max_padding=1.5), r"max_padding=1.5"),
         (lambda: GraphRunner(forward, INPUTS, [4], max_variants=0), r"max_variants=0"),
         (lambda: GraphRunner(forward, INPUTS, [4], request_buckets=[2]), r"request_buckets go together"),
+        (lambda: GraphRunner(forward, INPUTS, None), r"buckets=None is neither a segue.Ladder nor a list"),
+        (lambda: GraphRunner(forward, INPUTS, 8), r"buckets=8 is neither a segue.Ladder nor a list"),
+        (lambda: GraphRunner(forward, 3, [4]), r"inputs=3 must be a mapping"),
+        (lambda: GraphRunner(forward, INPUTS, [4], max_padding="x"), r"max_padding='x'"),
+        (lambda: GraphRunner(forward, INPUTS, [4], max_variants="x"), r"max_variants='x' must be a whole number"),
+        (lambda: GraphRunner(forward, INPUTS, [4], verify_every=-1), r"verify_every=-1 must be a whole number, at least 0"),
+        (lambda: GraphRunner(forward, INPUTS, [4], memory_budget=-1), r"memory_budget=-1 must be a whole number of bytes"),
+        (lambda: GraphRunner(forward, INPUTS, [4], memory_budget="1GB"), r"memory_budget='1GB' must be a whole number of bytes"),
+        (lambda: GraphRunner(forward, INPUTS, [4], capture_ctx=3), r"capture_ctx=3 must be a function of a bucket"),
+        (lambda: GraphRunner(forward, INPUTS, [4], state=3), r"state=3 must be a list of tensors"),
+        (lambda: GraphRunner(forward, INPUTS, [4], state=("no",)), r"state=\('no',\) must be a list of tensors"),
+        (lambda: GraphRunner(forward, INPUTS, [4], state=torch.ones(2)), r"state=.* must be a list of tensors"),
+        (lambda: GraphRunner(forward, INPUTS, [4], strategies=[]), r"strategies=\[\] leaves no way to capture"),
+        (lambda: GraphRunner(forward, INPUTS, [4], device="tpu"), r"device='tpu' names no device"),
+        (lambda: GraphRunner(forward, INPUTS, [4], device=3.0), r"device=3.0 is a float"),
+        (lambda: GraphRunner(forward, INPUTS, [4], device="cuda:99"), r"device='cuda:99': torch sees \d+ CUDA devices here"),
+        (lambda: Input(0, [1]), r'pad is a number or "edge"'),
+        (lambda: Input("0", 0.0), r"token_dim='0' is no whole number"),
+        (lambda: Ladder.fit(None, 2), r"Ladder.fit's lengths are None"),
+        (lambda: Ladder(8), r"a ladder's buckets are 8"),
+        (lambda: Ladder.geometric(8, ratio="x"), r"ratio='x' doesn't grow"),
         (lambda: GraphRunner(lambda x, decision: x, INPUTS, [4]), r"'decision', which is the runner's own"),
         (lambda: GraphRunner(lambda x, ctx: x, {**INPUTS, "ctx": Input()}, [4]), r"inputs declares 'ctx'"),
     ],
@@ -151,3 +175,25 @@ def test_a_call_without_any_token_shaped_input_is_refused(make, model):
     runner = make(lambda x=None, bias=None: x, {"x": Input(0, 0.0, optional=True), "bias": Input(optional=True)})
     with pytest.raises(SegueError, match=r"no token-shaped input was given"):
         runner()
+
+
+@pytest.mark.parametrize("tokens, requests", [(-5, -1), ("a", -1), (2.0, -1), (3, -2), (3, "a")])
+def test_counts_that_mean_nothing_are_refused_by_admit_and_explain(make, tokens, requests):
+    runner = make(forward, INPUTS)
+    for ask in (runner.admit, runner.explain):
+        with pytest.raises(UsageError, match=r"(tokens|requests)=.* must be a whole number, at least 0"):
+            ask(tokens, requests)
+
+
+def test_a_decision_that_is_none_is_refused_by_its_type(make, model):
+    runner = make(forward, INPUTS)
+    for call in (runner, runner.reference):
+        with pytest.raises(UsageError, match=r"decision=4 is a int; take decisions from runner.admit"):
+            call(model.x(3), decision=4)
+    assert close(runner(model.x(3), decision=runner.admit(3)), forward(model.x(3)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_where_there_is_none_is_refused_by_name():
+    with pytest.raises(UsageError, match=r"device='cuda': torch sees 0 CUDA devices here.*\"emulator\""):
+        GraphRunner(forward, INPUTS, [4], device="cuda")

@@ -53,7 +53,7 @@ def test_the_context_may_stand_anywhere_in_the_signature(make, model):
 
 
 def test_a_module_a_method_and_a_partial_are_bound_by_their_parameters(make, device):
-    module = torch.nn.Linear(4, 4).to(device.torch_device).eval()
+    module = torch.nn.Linear(4, 4).to(device.torch_device).eval().requires_grad_(False)
     x = torch.randn(3, 4, device=device.torch_device)
 
     def scaled(x, by):
@@ -72,8 +72,31 @@ def test_declared_names_may_go_into_keyword_arguments(make, model):
     runner = make(fn, {"x": Input(0, 0.0), "y": Input(0, 0.0)}, [8])
     for i in range(3):
         assert close(runner(model.x(5), y=model.x(5, i)), model.x(5) + model.x(5, i))
-    with pytest.raises(InputError, match="has no argument 'z'"):
-        runner(model.x(5), y=model.x(5), z=1)
+    with pytest.raises(InputError, match="argument 'z' is a tensor that inputs doesn't declare"):
+        runner(model.x(5), y=model.x(5), z=model.x(5))
+
+
+def test_further_keyword_arguments_are_plain_flags_of_the_variant(make, model):
+    def fn(x, **more):
+        return x * more.get("scale", 1.0) + len(more)
+
+    runner = make(fn, {"x": Input(0, 0.0)}, [8])
+    for i in range(3):
+        x = model.x(5, i)
+        for flags in ({}, {"scale": 2.0}, {"scale": 2.0, "also": "this"}):
+            assert close(runner(x, **flags), fn(x, **flags))
+    assert runner.stats.captured == 3
+    with pytest.raises(InputError, match="argument 'x' twice"):
+        runner(model.x(5), x=model.x(5))
+
+
+def test_floats_that_compare_equal_but_compute_otherwise_are_variants_and_nan_is_one(make, model):
+    runner = make(lambda x, by=1.0: x * by, {"x": Input(0, 0.0)}, [8])
+    ones = torch.ones(5, 4, device=model.device)
+    for by in (0.0, -0.0, float("nan")):
+        for _ in range(3):
+            assert torch.equal(1 / runner(ones, by), 1 / (ones * by)) or by != by
+    assert runner.stats.captured == 3 and runner.stats.replayed == 3
 
 
 def test_flags_are_part_of_the_variant_with_their_type():

@@ -51,7 +51,7 @@ def test_what_does_not_fit_is_left_out_with_the_numbers_and_the_rest_works(devic
     assert "bucket 1024 is left out: graphs would take" in caplog.text and "memory_budget is 24.0 MiB" in caplog.text
     for n in (5, 16, 1000):
         torch.testing.assert_close(runner(model.x(n)), hungry(model.x(n)))
-    assert dict(runner.stats.reasons) == {"no bucket fits": 1}
+    assert dict(runner.stats.reasons) == {"memory_budget": 1}
     assert "left out: " in runner.explain(1000) and "1024 (memory_budget)" in runner.explain(1000)
 
 
@@ -86,4 +86,12 @@ def test_lazy_captures_keep_to_the_budget_too(device, model):
     runner = runner_of(device, memory_budget=24 * MIB)
     for n in (5, 5, 60, 60, 1000, 1000, 1000):
         torch.testing.assert_close(runner(model.x(n)), hungry(model.x(n)))
-    assert 1024 not in runner.stats.buckets and set(runner.stats.reasons) == {"memory_budget", "no bucket fits"}
+    assert 1024 not in runner.stats.buckets and set(runner.stats.reasons) == {"memory_budget"}
+
+
+def test_after_a_lazy_bucket_was_dropped_over_the_budget_the_reason_says_so(device, model):
+    runner = GraphRunner(hungry, INPUTS, [1024], device=device, progress=False, memory_budget=MIB)
+    for _ in range(4):
+        torch.testing.assert_close(runner(model.x(1000)), hungry(model.x(1000)))
+    assert not runner.stats.buckets and dict(runner.stats.reasons) == {"memory_budget": 2}
+    assert "eager, memory_budget: the largest bucket is 1024; left out: 1024" in runner.explain(1000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import segue
 from runner.rows import close
-from segue.errors import CaptureError, SegueError, UsageError
+from segue.errors import CaptureError, ReplayError, SegueError, UsageError
 from segue.runner import Input
 
 INPUTS = {"x": Input(0, 0.0)}
@@ -108,6 +109,74 @@ def test_an_output_whose_size_follows_the_bucket_elsewhere_is_refused_by_name(ma
         UsageError, match=r"dimension 0 of output follows the bucket \(7 in bucket 8, 15 in bucket 16\)"
     ):
         runner.capture(model.x(3))
+
+
+def test_an_output_with_the_bucket_size_on_another_dimension_only_is_refused_at_the_first_call(make, model):
+    runner = make(lambda x: (x * 2, x.t() + 0), INPUTS, [8, 16])
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"output\[1\] is ambiguous: of its shape \[4, 8\] dimension 1 .* with 1 or None"):
+            runner(model.x(5))
+    exact = make(lambda x: (x * 2, x.t() + 0), INPUTS, [8, 16], output_token_dim=(0, 1))
+    for _ in range(3):
+        assert close(exact(model.x(5))[1], model.x(5).t())
+
+
+@pytest.mark.parametrize("kind", ["computed", "itself", "a fixed input"])
+def test_a_constant_output_with_the_bucket_size_is_refused_at_the_first_call(make, model, kind):
+    weight = torch.ones(8, 4, device=model.device)
+    fn = {
+        "computed": lambda x, fixed: (x * 2, (weight * 1 + 0.5).relu()),
+        "itself": lambda x, fixed: (x * 2, weight),
+        "a fixed input": lambda x, fixed: (x * 2, fixed * 1),
+    }[kind]
+    inputs, calls = {**INPUTS, "fixed": Input()}, (model.x(5), torch.ones(8, 4, device=model.device))
+    runner = make(fn, inputs, [8, 16])
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"output\[1\] is ambiguous: its shape \[8, 4\] .* with None for output\[1\]"):
+            runner(*calls)
+    exact = make(fn, inputs, [8, 16], output_token_dim=(0, None))
+    for _ in range(3):
+        assert close(exact(*calls)[1], fn(*calls)[1])
+
+
+def test_sizes_that_come_from_the_call_are_no_constants(make, model):
+    table = torch.arange(8.0 * 4, device=model.device).view(8, 4)
+
+    def fn(x):
+        n = len(x)
+        rows = torch.arange(n + 1, device=x.device)[1:] * 1
+        return x * 2, table[:n] * 1, rows, table[0].expand(n, 4) * 1, table[rows - 1]
+
+    runner = make(fn, INPUTS, [8])
+    for i in range(4):
+        for got, want in zip(runner(model.x(5, i)), fn(model.x(5, i)), strict=True):
+            assert close(got, want)
+
+
+def test_a_width_that_equals_the_bucket_by_chance_is_no_matter(make, model):
+    wide = torch.ones(4, 8, device=model.device)
+    runner = make(lambda x: (x @ wide, x.new_ones(3, 1)), INPUTS, [1, 8])
+    for n in (5, 5, 5, 1, 1, 1):
+        assert close(runner(model.x(n))[0], model.x(n) @ wide)
+    summed = make(lambda x: (x @ wide).sum(0, keepdim=True), INPUTS, [8, 16])
+    summed(model.x(12))  # bucket 16 has shown that 8 is its width
+    assert close(summed(model.x(8)), (model.x(8) @ wide).sum(0, keepdim=True))
+
+
+@pytest.mark.parametrize("how", ["close", "recapture", "del"])
+def test_a_lease_outlives_its_runner_or_says_by_name_that_its_memory_is_gone(make, model, how):
+    runner = make(model, buckets=[8], outputs="lease")
+    for i in range(3):
+        lease = runner(model.x(5, i))
+    if how == "del":
+        del runner
+        gc.collect()
+        assert close(lease.value, model(model.x(5, 2)))
+        return
+    getattr(runner, how)()
+    gc.collect()
+    with pytest.raises(ReplayError, match=r"lease has ended: its graph was dropped by close\(\), recapture\(\)"):
+        lease.value  # noqa: B018
 
 
 def test_the_padded_size_as_a_number_is_refused_by_name(make, model):

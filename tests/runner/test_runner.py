@@ -338,10 +338,8 @@ def test_a_forward_that_writes_into_its_input_finds_a_clean_tail_every_time(make
     for i in range(6):
         x = model.x(3 + i % 3, i)
         padded = torch.cat([x, torch.zeros(8 - len(x), 4, device=model.device)])
-        assert close(runner(x.clone()), fn(padded)[: len(x)])
-        kept = x.clone()
-        runner(x)
-        assert torch.equal(x, kept), "the caller's own tensor isn't written"
+        assert close(runner(x), fn(padded)[: len(x)])
+        assert torch.equal(x, padded[: len(x)]), "the caller's own tensor is written, as eager does"
 
 
 def test_any_output_structure_comes_back_as_eager_gives_it(make, model):
@@ -367,7 +365,7 @@ def test_ladders_may_be_given_as_ladders(make, model):
 
 
 def test_the_device_is_that_of_the_module_or_of_the_first_call(device):
-    module = torch.nn.Linear(4, 4).to(device.torch_device).eval()
+    module = torch.nn.Linear(4, 4).to(device.torch_device).eval().requires_grad_(False)
     runner = GraphRunner(module, {"input": Input(0, 0.0)}, [4], progress=False, device=device)
     x = torch.randn(3, 4, device=device.torch_device)
     for _ in range(3):

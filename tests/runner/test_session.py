@@ -42,3 +42,9 @@ def test_a_capture_without_breaks_says_so(make, model, caplog):
 def test_one_bucket_is_named_alone():
     text = str(CaptureSummary((8,), 2, 1, 0.25, Cost(2**20, 0)))
     assert text == "captured 1 bucket (8), 2 segments and 1 break in 0.2 s; 1.0 MiB pool, 0.0 MiB driver"
+
+
+def test_the_summary_names_what_was_left_out_and_what_changed():
+    summary = CaptureSummary((8,), 2, 1, 0.5, Cost(0, 0), {16: Cost(2**20, 0)}, {"fn: calls": (0, 2)})
+    text = "Left out: 16 (1.0 MiB (1.0 MiB pool, 0.0 MiB driver)). Python attributes that it changed: fn: calls"
+    assert str(summary).endswith(text)

@@ -168,3 +168,18 @@ def test_a_shadow_run_changes_nothing_and_needs_a_context_it_can_copy(make, mode
 
     with pytest.raises(UsageError, match=r"verify_every: the context can't be copied .*no copies"):
         runner(model.x(5), ctx=Stubborn(at=0))
+
+
+def test_buckets_too_small_for_a_request_shaped_example_are_said_to_be_left_out(make, model, caplog):
+    options = {"request_buckets": [1, 2, 4], "output_token_dim": (0, None), "output_request_dim": (None, 0)}
+    runner = make(batch, REQUESTS, [4, 8, 16], **options)
+    with caplog.at_level("WARNING", "segue"):
+        summary = runner.capture(*packed(model, [4, 3, 5]))
+    why = "too small for the example of 12 tokens and 3 requests"
+    assert summary.buckets == (16,) and summary.left_out == {8: why, 4: why}
+    assert f"8 of 9 pairs of a token and a request bucket are {why}" in caplog.text and "buckets 8, 4" in caplog.text
+    assert f"Left out: 8 ({why}), 4 ({why})" in str(summary)
+    small = packed(model, [1, 1, 1])
+    for _ in range(3):
+        assert close(runner(*small)[0], batch(*small)[0])
+    assert 4 in runner.stats.buckets, "calls capture what was left out"

@@ -103,7 +103,8 @@ class _Gate:
         row: dict[str, Any] = {"prompt": label, "way": direction}
         here = f"{label}, {direction}"
         try:
-            got = self.prime.run(prompts, sessions)
+            with torch.no_grad():
+                got = self.prime.run(prompts, sessions)
         except SegueError as e:
             self._find(here, f"refused: {e}")
             self.report.rows.append({**row, "logits": "refused"})

@@ -1,8 +1,9 @@
-"""The ``segue`` command: results on stdout, progress on stderr; exit 0 ok, 1 a comparison failed, 2 wrong use."""
+"""The ``segue`` command: results on stdout, progress on stderr; exit 0 ok, 1 a comparison failed, 2 wrong use, or an error."""
 
 from __future__ import annotations
 
 import sys
+import traceback
 
 import typer
 
@@ -30,4 +31,8 @@ def main() -> None:
         app()
     except SegueError as e:
         print(f"segue: {e}", file=sys.stderr)
+        sys.exit(2)
+    except Exception as e:  # a factory's or forward's own: Python's exit code, 1, would say that a comparison failed
+        traceback.print_exc()
+        print(f"segue: {type(e).__name__}: {e}", file=sys.stderr)
         sys.exit(2)

@@ -9,7 +9,7 @@ import torch
 import typer
 
 from segue.cli.output import Format, FormatOption, log, render
-from segue.cli.target import load, runner_of
+from segue.cli.target import load, runner_of, said_on_stderr
 from segue.errors import UsageError
 
 
@@ -38,7 +38,8 @@ def check(
         raise UsageError(f"segue check takes one MODULE:FACTORY; a second one, {trunk!r}, follows the word prime only")
     found = runner_of(target)
     log.print(f"checking {target}")
-    report = found.runner.check(*found.args, ctx=found.ctx, **(found.kwargs or {}))
+    with said_on_stderr():
+        report = found.runner.check(*found.args, ctx=found.ctx, **(found.kwargs or {}))
     if output is Format.MD:
         sys.stdout.write("\n\n".join([report.summary() + ".", report.table(), *report.notes]) + "\n")
     else:
@@ -54,14 +55,16 @@ def _prime(name: str | None, bucket: int, requests: int, output: Format) -> None
     from segue.prime import PrimeGraph
 
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    made: Any = load(name)() if name is not None else Dense().to(place).eval().requires_grad_(False)
+    factory = load(name) if name is not None else lambda: Dense().to(place).eval().requires_grad_(False)
+    with said_on_stderr():
+        made: Any = factory()
     if not isinstance(made, PrimeGraph):
         if not (hasattr(made, "new_cache") and hasattr(made, "min_tokens")):
             what = type(made).__qualname__
             raise UsageError(f"{name} returned a {what}; it must return a segue.Trunk or a PrimeGraph")
         device = "emulator" if place.type == "cpu" else None
         made = PrimeGraph(made, bucket, requests, device=device)
-    with made as prime:
+    with said_on_stderr(), made as prime:
         report = check_prime(prime, progress=log.print)
     sys.stdout.write(render(report.rows, output, [f"The gate of {made.name}.", *report.findings]))
     if not report.ok:

@@ -9,7 +9,7 @@ import typer
 
 from segue.check.anatomy import Anatomy, anatomy
 from segue.cli.output import Format, FormatOption, log, render
-from segue.cli.target import runner_of
+from segue.cli.target import runner_of, said_on_stderr
 from segue.errors import UsageError
 
 
@@ -25,9 +25,10 @@ def inspect(
     found = runner_of(target)
     if bucket is not None and bucket not in found.runner.ladder:
         raise UsageError(f"--bucket {bucket} isn't in the ladder, {', '.join(map(str, found.runner.ladder))}")
-    parts = anatomy(
-        found.runner, found.args, found.kwargs or {}, found.ctx, lambda b: log.print(f"capturing bucket {b}")
-    )
+    with said_on_stderr():
+        parts = anatomy(
+            found.runner, found.args, found.kwargs or {}, found.ctx, lambda b: log.print(f"capturing bucket {b}")
+        )
     if bucket is not None:
         (chosen,) = (p for p in parts if p.bucket == bucket)
         rows = [_step_row(i, step) for i, step in enumerate(chosen.steps)]

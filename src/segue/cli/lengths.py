@@ -25,12 +25,12 @@ def read_lengths(source: str, field: str | None = None) -> list[int]:
         UsageError: no such file, no lengths in it, or one that is not a positive whole number, with its line.
     """
     if source == "-":
-        text, kind = sys.stdin.read(), ""
+        text, kind = sys.stdin.read().removeprefix("\ufeff"), ""
     else:
         path = Path(source)
         kind = path.suffix.lower()
         try:
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as e:
             raise UsageError(f"{source} can't be read: {e}") from None
     if kind == ".csv":

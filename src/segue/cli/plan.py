@@ -59,7 +59,7 @@ def plan(
     if plot is not None:
         _draw(plot, sample, plans)
         log.print(f"drawn into {plot}")
-    sys.stdout.write(render([_row(p, driver, shared) for p in plans], output, [_describe(sample)]))
+    sys.stdout.write(render([_row(p, driver, shared, output is Format.MD) for p in plans], output, [_describe(sample)]))
     best = next((p for p in plans if p.share <= 0.1), plans[-1])
     log.print(f"next: GraphRunner(..., buckets={list(best.ladder)})")
 
@@ -108,12 +108,11 @@ def _share(ladder: Ladder, sample: Mapping[int, int]) -> float:
     return padded / (real + padded) if real else 0.0
 
 
-def _row(p: Plan, driver: int | None, shared: int | None) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "k": p.k,
-        "padding": f"{p.share:.1%}",
-        "geometric": f"{p.geometric:.1%}",
-    }
+def _row(p: Plan, driver: int | None, shared: int | None, for_people: bool) -> dict[str, Any]:
+    """For people shares are per cent; for programs numbers from 0 to 1."""
+    shares = {"padding": p.share, "geometric": p.geometric}
+    row: dict[str, Any] = {"k": p.k}
+    row.update({name: f"{share:.1%}" if for_people else round(share, 6) for name, share in shares.items()})
     if driver is not None or shared is not None:
         row["memory MiB"] = round(((driver or 0) * len(p.ladder) + (shared or 0)) / 2**20, 1)
     return {**row, "buckets": ", ".join(map(str, p.ladder))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -23,6 +24,11 @@ class Target:
     ctx: Any = None
 
 
+def said_on_stderr() -> contextlib.AbstractContextManager[object]:
+    """Within this, what the target prints goes to stderr: stdout has results only."""
+    return contextlib.redirect_stdout(sys.stderr)
+
+
 def load(name: str) -> Callable[[], Any]:
     """The factory behind ``package.module:attribute``, looked for in the current folder too.
 
@@ -35,7 +41,8 @@ def load(name: str) -> Callable[[], Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        module = importlib.import_module(module_name)
+        with said_on_stderr():
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as e:
         if e.name is None or not (module_name == e.name or module_name.startswith(f"{e.name}.")):
             raise
@@ -55,7 +62,9 @@ def runner_of(name: str) -> Target:
     Raises:
         UsageError: it returns something else.
     """
-    made = load(name)()
+    factory = load(name)
+    with said_on_stderr():
+        made = factory()
     parts = made if isinstance(made, tuple) else (made,)
     if isinstance(parts[0] if parts else None, GraphRunner):
         if len(parts) == 1:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from segue import _torch
 from segue.errors import InputError, UsageError
+from segue.prime.overlap import first_overlap, overlap
 from segue.prime.trunk import Rows, Whole
 
 _WIDE = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
@@ -46,7 +47,7 @@ class CopyOut:
             raise UsageError(
                 f"{name}: trunk.state() of the scratch cache is empty, so a session would stay as fresh as it is"
             )
-        self._pointers = {e.tensor.data_ptr() for e in self._entries}
+        self._storages = {_torch.storage_span(e.tensor)[0] for e in self._entries}
         self._sources: dict[tuple[int, int, int], list[Tensor]] = {}
 
     @property
@@ -75,6 +76,29 @@ class CopyOut:
                 t = t.unsqueeze(entry.dim)
             found.append((t, source))
         return found
+
+    def check_apart(self, states: Sequence[State], requests: Sequence[int]) -> None:
+        """Look whether sessions share memory. Slices of one tensor are well, whichever way it is cut.
+
+        Raises:
+            InputError: two of them do, so that the second request would overwrite the first. Nothing has been written.
+        """
+        if len(states) < 2:
+            return
+        together: dict[int, list[tuple[int, str, Tensor]]] = {}
+        for r, state in zip(requests, states, strict=True):
+            for name, value in state.items():
+                if not value.tensor.numel():
+                    continue
+                together.setdefault(_torch.storage_span(value.tensor)[0], []).append((r, name, value.tensor))
+        for group in together.values():
+            found = first_overlap([(r, t) for r, _, t in group]) if group[0][0] != group[-1][0] else None
+            if found is not None:
+                (one, name, _), (other, _, _) = (group[i] for i in found)
+                raise InputError(
+                    f"{self._name}: the sessions of requests {one} and {other} share the memory of {name}, and the second "
+                    "would overwrite the first. Both were left as they were; give each prompt a session of its own"
+                )
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Do the copies: those between contiguous memory fused, by unit; each of the others by itself."""
@@ -116,9 +140,13 @@ class CopyOut:
                 request,
                 f"has {entry.name} as {t.dtype} on {t.device}, and the graph makes it as {mine.dtype} on {mine.device}",
             )
-        if t.data_ptr() in self._pointers:
+        if _torch.storage_span(t)[0] in self._storages and any(overlap(t, e.tensor) for e in self._entries):
             raise self._refuse(
                 request, f"shares the memory of {entry.name} with the scratch cache, which every run overwrites"
+            )
+        if any(step == 0 and size > 1 for step, size in zip(t.stride(), t.shape, strict=True)):
+            raise self._refuse(
+                request, f"has {entry.name} as an expanded tensor, whose rows of shape {tuple(t.shape)} are one and the same"
             )
         shape = tuple(t.shape)
         if entry.rows:

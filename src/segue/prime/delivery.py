@@ -26,7 +26,7 @@ def deliver(
         inference: whether memory that the trunk reserves for a session is made in inference mode.
 
     Raises:
-        InputError: a session isn't like the scratch cache. No session was touched.
+        InputError: a session isn't like the scratch cache, or shares memory with it or another. No session was touched.
     """
     real = [r for r, n in enumerate(lengths) if n]
     reserve = getattr(trunk, "reserve", None)
@@ -37,6 +37,7 @@ def deliver(
         states = [trunk.state(sessions[r]) for r in real]
     with torch.inference_mode():
         pairs = [copies.pairs(s, r, offsets[r], lengths[r]) for r, s in zip(real, states, strict=True)]
+        copies.check_apart(states, real)
         copies.copy([pair for of_one in pairs for pair in of_one])
     with torch.inference_mode(inference), torch.no_grad():
         for r in real:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from segue import devices
+from segue import _switch, devices
 from segue.capture import BreakableCapture
 from segue.capture.state import state
 from segue.devices import Device, Pool
@@ -19,6 +18,7 @@ from segue.errors import UsageError
 from segue.prime.body import Inputs, Reference, body, embed, reference
 from segue.prime.copyout import CopyOut
 from segue.prime.delivery import deliver
+from segue.prime.modules import Modules, check_trunk
 from segue.prime.recording import Prime, Recorder
 from segue.prime.requests import Batch, Limits, read, read_tokens
 from segue.prime.trunk import Trunk
@@ -71,12 +71,15 @@ class PrimeGraph:
         pool: Pool | None = None,
         stream: Any = None,
     ) -> None:
-        self.name = f"prime graph of {bucket} rows" + (f" and {requests} requests" if requests > 1 else "")
+        self.name = f"prime graph of {bucket} rows" + (f" and {requests} requests" if requests != 1 else "")
+        check_trunk(trunk, self.name)
         _check_sizes(trunk, bucket, requests, self.name)
         if state.capture is not None or state.pool is not None:
             raise UsageError(f"{self.name}: it can't be captured inside another capture or replay. Make it beforehand")
         self.trunk, self.bucket, self.requests = trunk, bucket, requests
-        self._held = _weights(trunk, self.name)
+        self._modules = Modules(trunk, self.name)
+        with torch.no_grad():
+            self._modules.check()
         with torch.inference_mode(False):
             self.scratch = trunk.new_cache(bucket, requests)
         self.copies = CopyOut(trunk.state(self.scratch), bucket, requests, self.name)
@@ -97,7 +100,7 @@ class PrimeGraph:
             self._inputs = Inputs(parts[0], bucket, requests)
             self._like = self._inputs.x
             self._inputs.fill(parts, example)
-        self.off = os.environ.get("SEGUE", "").lower() == "off"
+        self.off = _switch.off()
         self.cuts: tuple[int, ...] = ()
         self._capture: BreakableCapture | None = None
         self._recorder = Recorder(
@@ -141,11 +144,13 @@ class PrimeGraph:
 
         Raises:
             InputError: what was given doesn't fit: too many or too few tokens, a used session, one of another model,
-                dtype or device. ReplayError: something that the graph reads was re-pointed, or it was closed. Either
-                way the sessions are as they were.
+                dtype or device, one that shares memory with another. UsageError: training mode, or gradients required.
+                ReplayError: something that the graph reads was re-pointed, or it was closed. Either way the sessions are as
+                they were.
         """
         if state.capture is not None:
             raise UsageError(f"{self.name}: it was run inside a capture, which would record it. Run it outside")
+        self._modules.check()
         as_caller = torch.is_inference_mode_enabled()
         with self.pool.turn():
             with torch.inference_mode():
@@ -212,30 +217,12 @@ def _owned(logits: Tensor, hidden: Tensor, batch: Batch) -> PrimeResult:
 
 
 def _check_sizes(trunk: Trunk, bucket: int, requests: int, name: str) -> None:
-    if trunk.min_tokens < 1:
-        raise UsageError(f"{name}: trunk.min_tokens={trunk.min_tokens} must be at least 1: a prompt has tokens")
+    for what, value in (("bucket", bucket), ("requests", requests)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise UsageError(f"{name}: {what}={value!r} must be a whole number")
     if bucket < trunk.min_tokens:
         raise UsageError(
             f"{name}: the bucket is smaller than trunk.min_tokens={trunk.min_tokens}, so that no prompt fits"
         )
     if not 1 <= requests <= bucket:
         raise UsageError(f"{name}: requests={requests} must be from 1 to the bucket's {bucket} rows")
-
-
-def _weights(trunk: Trunk, name: str) -> list[Tensor]:
-    """Aliases of all parameters and buffers: compiled code and C++ ops read them where no watching sees it.
-
-    Raises:
-        UsageError: a module is in training mode.
-    """
-    held: list[Tensor] = []
-    for root in (trunk, *getattr(trunk, "__dict__", {}).values()):
-        if isinstance(root, nn.Module):
-            for path, module in root.named_modules():
-                if module.training:
-                    raise UsageError(
-                        f"{name}: {type(module).__qualname__} {path!r} is in training mode, whose dropout and "
-                        "statistics would be frozen. Call .eval() on the model first"
-                    )
-            held += [t.detach() for t in (*root.parameters(), *root.buffers())]
-    return held

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -109,13 +110,33 @@ class Recorder:
     def _named_errors(self) -> Iterator[None]:
         try:
             yield
-        except SegueError:
-            raise
+        except SegueError as e:
+            if type(e) is not CaptureError or "into a break" not in str(e):
+                raise
+            raise self._refused(e) from e  # which is right for a breakable capture only
         except RuntimeError as e:
             if "captur" not in str(e):
                 raise
-            raise CaptureError(
-                f"{self._name}: {_where.raised(e)} can't be in a graph ({str(e).splitlines()[0]}): it reads the host, "
-                "copies from pageable memory, or its shape depends on the data. Keep the value in a tensor, or prepare "
-                "it in new_cache() or embed()"
-            ) from e
+            raise self._refused(e) from e
+
+    def _refused(self, error: RuntimeError) -> CaptureError:
+        what = str(error).splitlines()[0].split(" can't be in a segment")[0]
+        return CaptureError(
+            f"{self._name}: trunk.{self._method(error)}(), {_where.raised(error)}, can't be in a graph ({what}): it reads the "
+            "host, copies from pageable memory, or its shape depends on the data, and a prime graph has no breaks. Keep the "
+            "value in a tensor (torch.where, masked_fill), prepare it in new_cache() or embed(), or run such a model breakable"
+        )
+
+    def _method(self, error: BaseException) -> str:
+        """The trunk's method in which ``error`` was raised."""
+        codes = {code: name for name in ("reset", "forward", "head") if (code := _code(self._root.trunk, name)) is not None}
+        tb = error.__traceback__
+        while tb is not None:
+            if tb.tb_frame.f_code in codes:
+                return codes[tb.tb_frame.f_code]
+            tb = tb.tb_next
+        return "forward"
+
+
+def _code(trunk: Trunk, method: str) -> CodeType | None:
+    return getattr(getattr(trunk, method), "__code__", None)

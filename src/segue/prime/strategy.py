@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from segue import _torch
 from segue.capture import BreakableCapture, current_forward_ctx
 from segue.errors import ReplayError
 from segue.prime.body import Offsets
@@ -31,6 +33,8 @@ class PrimeStrategy:
         x: the input that has the embedded tokens [tokens, D], padded with zeros.
         requests: the most prompts in a call.
         cuts: as for :class:`~segue.PrimeGraph`; measured at the first capture and kept for the others.
+        most_rows: the largest bucket. A trunk with ``part()`` makes one scratch cache of so many rows, and the graphs of all
+            buckets fill that; by default it is made anew for a bucket larger than those before.
     """
 
     name, whole = "prime", True
@@ -42,9 +46,36 @@ class PrimeStrategy:
         x: str = "x",
         requests: int = 1,
         cuts: Sequence[int] | None = None,
+        most_rows: int = 0,
     ) -> None:
         self.trunk, self.requests, self.cuts = trunk, requests, cuts
-        self._fresh, self._x = fresh, x
+        self._fresh, self._x, self._most_rows = fresh, x, most_rows
+        self._programs: weakref.WeakSet[_Captured] = weakref.WeakSet()
+        self._shared: weakref.ref[_Shared] | None = None  # goes with the last graph that fills it
+
+    @property
+    def captured(self) -> frozenset[int]:
+        """Buckets that have a graph."""
+        return frozenset(program.rows for program in self._programs if program.open)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory of the scratch caches, which lie outside the graphs' pool."""
+        tensors = [t for program in self._programs if program.open for t in program.scratch]
+        return sum({address: nbytes for address, nbytes in map(_torch.storage_span, tensors)}.values())
+
+    def new_scratch(self, rows: int) -> tuple[Any, Any]:
+        """A scratch cache for a graph of ``rows`` rows, and what has to be kept with it."""
+        part = getattr(self.trunk, "part", None)
+        with torch.inference_mode(False):
+            if part is None:
+                return self.trunk.new_cache(rows, self.requests), None
+            shared = None if self._shared is None else self._shared()
+            if shared is None or shared.rows < rows:
+                most = max(rows, self._most_rows)
+                shared = _Shared(self.trunk.new_cache(most, self.requests), most)
+                self._shared = weakref.ref(shared)
+            return part(shared.cache, rows), shared
 
     def takes(self, call: Call) -> bool:
         """Whether a call is a batch of fresh prompts that a graph takes."""
@@ -63,7 +94,9 @@ class PrimeStrategy:
     def reference(self, inputs: Mapping[str, Tensor], tokens: int) -> Tensor:
         """The trunk on a fresh cache, eager; sessions are filled as by a replay."""
         x = inputs[self._x]
-        filling = _Filling(self, x, f"reference of {x.shape[0]} rows")
+        with torch.inference_mode(False):
+            scratch = self.trunk.new_cache(x.shape[0], self.requests)
+        filling = _Filling(self, x, f"reference of {x.shape[0]} rows", scratch)
         prompts = filling.begin()
         hidden = self.trunk.forward(x, filling.offsets.cu_seqlens, filling.scratch)
         filling.end(prompts)
@@ -72,7 +105,7 @@ class PrimeStrategy:
     def capture(self, job: Job) -> Program:
         """Record the trunk at the bucket's shape, on this call's prompts, and fill their sessions."""
         x = job.inputs[self._x]
-        filling = _Filling(self, x, f"{job.name}, prime")
+        filling = _Filling(self, x, f"{job.name}, prime", *self.new_scratch(x.shape[0]))
         prompts = filling.begin(job.ctx)
 
         def run() -> Results:
@@ -97,7 +130,9 @@ class PrimeStrategy:
 
             return finished
 
-        return _Captured(recorder.record(pattern, at_end), filling)
+        program = _Captured(recorder.record(pattern, at_end), filling, job.tokens)
+        self._programs.add(program)
+        return program
 
     def prompts(self, ctx: Any) -> Prompts:
         """A context's prompts.
@@ -108,8 +143,7 @@ class PrimeStrategy:
         found = self._fresh(ctx)
         if found is None:
             raise ReplayError(
-                "this call was sent to a prime graph, and its context is no batch of fresh prompts (any more): the "
-                "graph would "
+                "this call was sent to a prime graph, and its context is no batch of fresh prompts (any more): the graph would "
                 "overwrite what the sessions hold. Admit it again"
             )
         return found
@@ -118,13 +152,19 @@ class PrimeStrategy:
         return self.cuts is None and job.pool.device.traits.timing
 
 
-class _Filling:
-    """The scratch cache of one bucket and the way from there into sessions."""
+class _Shared:
+    """A scratch cache whose first rows are those of several graphs, which take turns in one pool."""
 
-    def __init__(self, strategy: PrimeStrategy, x: Tensor, name: str) -> None:
+    def __init__(self, cache: Any, rows: int) -> None:
+        self.cache, self.rows = cache, rows
+
+
+class _Filling:
+    """The scratch cache of one bucket and the way from there into sessions. ``kept``: what the cache is a part of."""
+
+    def __init__(self, strategy: PrimeStrategy, x: Tensor, name: str, scratch: Any, kept: Any = None) -> None:
         self._strategy, self.name, self._requests = strategy, name, strategy.requests
-        with torch.inference_mode(False):
-            self.scratch = strategy.trunk.new_cache(x.shape[0], self._requests)
+        self.scratch, self._kept = scratch, kept
         self.copies = CopyOut(strategy.trunk.state(self.scratch), x.shape[0], self._requests, name)
         self.offsets = Offsets(x.shape[0], self._requests, x.device)
 
@@ -149,12 +189,17 @@ class _Filling:
 class _Captured:
     breaks = 0
 
-    def __init__(self, capture: BreakableCapture, filling: _Filling) -> None:
+    def __init__(self, capture: BreakableCapture, filling: _Filling, rows: int) -> None:
         self._capture, self._filling = capture, filling
-        self.graphs, self.close = capture.graphs, capture.close
+        self.graphs, self.rows, self.open = capture.graphs, rows, True
         self.writes = [e.tensor for e in capture.externals if e.written]
+        self.scratch = filling.copies.tensors
 
     def replay(self, valid_rows: int | None = None) -> None:
         prompts = self._filling.begin()
         self._capture.replay()
         self._filling.end(prompts)
+
+    def close(self) -> None:
+        self._capture.close()
+        self.open = False

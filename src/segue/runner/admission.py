@@ -47,19 +47,20 @@ class Admission:
 
     def __post_init__(self) -> None:
         limit = self.max_padding
-        if limit is not None and (isinstance(limit, bool) or limit < 0 or (isinstance(limit, float) and limit >= 1)):
+        number = isinstance(limit, int | float) and not isinstance(limit, bool)
+        if limit is not None and not (number and limit >= 0 and (isinstance(limit, int) or limit < 1)):
             raise UsageError(
                 f"max_padding={limit!r} is neither a whole number of rows nor a share of the bucket below 1.0"
             )
 
     def decide(self, tokens: int, requests: int = -1, strategy: str | None = None) -> Decision:
         """The smallest bucket that holds the call, or eager and why. O(log n), but for buckets that were left out."""
-        bucket = self.ladder.bucket_for(tokens)
+        bucket = first = self.ladder.bucket_for(tokens)
         if self.left_out:
             while bucket in self.left_out:
                 bucket = self.ladder.bucket_for(bucket + 1)  # type: ignore[operator]
         if bucket is None:
-            return Decision(None, EAGER, NO_BUCKET)
+            return Decision(None, EAGER, NO_BUCKET if first is None else self.left_out[first])
         row = None
         if self.requests is not None and requests >= 0:
             row = self.requests.bucket_for(requests)
@@ -78,7 +79,7 @@ class Admission:
             also = "" if d.requests is None else f", {requests} requests in the request bucket {d.requests}"
             share = padded / d.bucket
             return f"{tokens} tokens: bucket {d.bucket}, {padded} padded rows ({share:.0%}), {d.strategy}{also}"
-        if d.reason == NO_BUCKET:
+        if d.reason == NO_BUCKET or d.reason in self.left_out.values():
             why = f"the largest bucket is {self.ladder.max}"
             if self.left_out:
                 why += "; left out: " + ", ".join(f"{b} ({reason})" for b, reason in self.left_out.items())

@@ -1,7 +1,8 @@
-"""What Python values a forward can reach: so that those which a warm-up changed can be named."""
+"""What a forward can reach by name: modules, tensors, and plain values, of which those that a warm-up changed can be named."""
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections.abc import Iterator
@@ -24,7 +25,11 @@ _FOREIGN = (
 
 def plain_values(root: Any, name: str = "") -> dict[str, Any]:
     """Plain values by name: attributes, items, closure cells, and globals that a function uses."""
-    found: dict[str, Any] = {}
+    return {label: value for label, value in reached(root, name) if value.__class__ in _PLAIN}
+
+
+def reached(root: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything that :func:`plain_values` looks at, with its name: the root, what it holds, tensors too."""
     seen: set[int] = set()
     todo: list[tuple[Any, str, int]] = [(root, name or _name_of(root), 0)]
     looked = 0
@@ -33,32 +38,35 @@ def plain_values(root: Any, name: str = "") -> dict[str, Any]:
         if id(obj) in seen or (depth > _DEEP and not isinstance(obj, nn.Module)):
             continue
         seen.add(id(obj))
+        yield label, obj
         for text, value in _children(obj):
             looked += 1
-            if value.__class__ in _PLAIN:
-                found[label + text] = value
-            elif value is not None and not isinstance(value, type | types.ModuleType | Tensor):
+            if value.__class__ in _PLAIN or isinstance(value, Tensor):
+                yield label + text, value
+            elif value is not None and not isinstance(value, type | types.ModuleType):
                 todo.append((value, label + text, depth + 1))
-    return found
 
 
 def _children(obj: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(obj, nn.Module):
-        yield from ((f".{k}", v) for k, v in list(obj._modules.items()))
+        for table in (obj._parameters, obj._buffers, obj._modules):
+            yield from ((f".{k}", v) for k, v in list(table.items()))
         yield from ((f".{k}", v) for k, v in list(obj.__dict__.items()) if not k.startswith("_"))
     elif isinstance(obj, types.MethodType):
         yield "", obj.__self__
         yield "", obj.__func__
     elif isinstance(obj, functools.partial):
         yield "", obj.func
+        yield from ((f"[{i}]", v) for i, v in enumerate(obj.args))
         yield from ((f".{k}", v) for k, v in obj.keywords.items())
     elif isinstance(obj, types.FunctionType):
-        yield from _of_function(obj)
+        if not _is_foreign(obj.__module__):
+            yield from _of_function(obj)
     elif isinstance(obj, dict):
         yield from ((f"[{k!r}]", v) for k, v in list(obj.items()))
     elif isinstance(obj, list | tuple):
         yield from ((f"[{i}]", v) for i, v in enumerate(obj))
-    elif isinstance(own := getattr(obj, "__dict__", None), dict) and type(obj).__module__.split(".")[0] not in _FOREIGN:
+    elif isinstance(own := getattr(obj, "__dict__", None), dict) and not _is_foreign(type(obj).__module__):
         yield from ((f".{k}", v) for k, v in list(own.items()))
 
 
@@ -68,11 +76,33 @@ def _of_function(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield f": {name}", cell.cell_contents
         except ValueError:
             continue  # not filled yet
-    for name in fn.__code__.co_names:
+    for name, default in _defaults(fn):
+        yield f": {name}", default
+    for name in _globals_of(fn.__code__):
         if name in fn.__globals__:
             yield f": {name}", fn.__globals__[name]
     if isinstance(wrapped := getattr(fn, "__wrapped__", None), types.FunctionType):
         yield "", wrapped
+
+
+def _defaults(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Modules and tensors among the default values of parameters."""
+    names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    values = fn.__defaults__ or ()
+    named = {**dict(zip(names[len(names) - len(values) :], values, strict=True)), **(fn.__kwdefaults__ or {})}
+    yield from ((name, value) for name, value in named.items() if isinstance(value, nn.Module | Tensor))
+
+
+@functools.lru_cache(maxsize=4096)
+def _globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """The globals that a function reads, those of functions inside it too. ``co_names`` has its attributes as well."""
+    names = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    inner = [name for c in code.co_consts if isinstance(c, types.CodeType) for name in _globals_of(c)]
+    return tuple(dict.fromkeys([*names, *inner]))
+
+
+def _is_foreign(module: str | None) -> bool:
+    return (module or "").split(".")[0] in _FOREIGN
 
 
 def _name_of(obj: Any) -> str:

@@ -24,7 +24,7 @@ _RESERVED = ("decision",)
 class Call:
     """One call, bound: values by parameter, tensors by declared input (None where absent), and its counts."""
 
-    __slots__ = ("ctx", "foreign", "key", "requests", "specs", "tensors", "tokens", "values")
+    __slots__ = ("ctx", "foreign", "key", "requests", "specs", "tensors", "tokens", "updates", "values")
 
     def __init__(
         self,
@@ -39,6 +39,15 @@ class Call:
         self.values, self.ctx, self.tensors, self.key = values, ctx, tensors, key
         self.tokens, self.requests, self.foreign = tokens, requests, foreign
         self.specs: list[tuple[Leaf, Spec]] = []  # shown by this call, and kept once it has succeeded
+        self.updates: list[tuple[Any, Tensor]] = []  # its tensors that the forward wrote, with what they hold then
+
+    def write_back(self) -> None:
+        """Give the caller's tensors what the forward wrote to its inputs, as an eager call would."""
+        if self.updates:
+            with torch.inference_mode():
+                for mine, new in self.updates:
+                    mine.copy_(new)
+            self.updates = []
 
 
 class Binder:
@@ -46,12 +55,14 @@ class Binder:
 
     def __init__(self, fn: Callable[..., Any], inputs: Declared) -> None:
         self.label = _where.of(_code_of(fn))
+        if not isinstance(inputs, Mapping):
+            raise UsageError(f"inputs={inputs!r} must be a mapping from names of arguments to segue.Input")
         self._fn = fn
         parameters = _parameters(fn, self.label)
-        extra = [p for p in parameters if p.kind is p.VAR_KEYWORD]
+        self._open = any(p.kind is p.VAR_KEYWORD for p in parameters)  # then the last value is a dict of further flags
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         self.names = [p.name for p in named] + (
-            [n for n in inputs if n not in {p.name for p in named}] if extra else []
+            [n for n in inputs if n not in {p.name for p in named}] if self._open else []
         )
         for name in _RESERVED:
             if name in self.names:
@@ -73,7 +84,7 @@ class Binder:
         self._flags = [i for i, name in enumerate(self.names) if name not in inputs and i != self.ctx_slot]
         self._nested = {i: inputs[name] for i, name in enumerate(self.names) if _is_nested(inputs.get(name))}
         self._optional = [i for i, leaf in enumerate(self.leaves) if leaf.optional]
-        self._plain_key = not (self._flags or self._nested or self._optional or self.ctx_slot >= 0)
+        self._plain_key = not (self._flags or self._nested or self._optional or self.ctx_slot >= 0 or self._open)
         self.device: torch.device | None = None
 
     def place(self, device: torch.device) -> None:
@@ -91,7 +102,7 @@ class Binder:
         given = len(args)
         if given > self._positional:
             raise InputError(f"{self.label} takes {self._positional} positional arguments; the call gives {given}")
-        if given == len(self._rest) and not kwargs:
+        if given == len(self._rest) and not kwargs and not self._open:
             return args, args[self.ctx_slot] if self.ctx_slot >= 0 and ctx is None else ctx
         values = list(args)
         missing = ""
@@ -102,9 +113,9 @@ class Binder:
             values.append(value)
         if 0 <= self.ctx_slot < given and ctx is None:
             ctx = values[self.ctx_slot]
-        if kwargs:
-            name = next(iter(kwargs))
-            twice = name in self.names[:given]
+        twice = next((name for name in kwargs if name in self.names[:given]), None)
+        if kwargs and (twice or not self._open):
+            name = twice or next(iter(kwargs))
             raise InputError(
                 f"{self.label} got argument {name!r} twice"
                 if twice
@@ -112,6 +123,8 @@ class Binder:
             )
         if missing:
             raise InputError(f"argument {missing!r} of {self.label} is missing")
+        if self._open:
+            values.append(kwargs)
         return values, ctx
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any) -> Call:
@@ -219,7 +232,9 @@ class Binder:
         for slot, parts in by_slot.items():
             declared = self._nested.get(slot)
             values[slot] = parts[0] if declared is None else _refill(values[slot], declared, iter(parts))
+        further = values.pop() if self._open else {}
         named = {n: v for n, v in zip(self.names[self._unnamed :], values[self._unnamed :], strict=True)}
+        named.update(further)
         return self._fn(*values[: self._unnamed], **named)
 
     def _learn(self, leaf: Leaf, t: Any) -> Spec:
@@ -248,6 +263,8 @@ class Binder:
             key.append(self._flag(values[i], self.names[i], self._defaults[i]))
         for i, declared in self._nested.items():
             key.append(_shell(values[i], declared, self.names[i]))
+        if self._open:
+            key.append(tuple((name, self._flag(value, name, _MISSING)) for name, value in sorted(values[-1].items())))
         return tuple(key)
 
     def _flag(self, value: Any, name: str, default: Any) -> Any:
@@ -265,6 +282,8 @@ def _plain(value: Any, name: str) -> Any:
         raise InputError(
             f"argument {name!r} is a tensor that inputs doesn't declare; it would be frozen at its captured value"
         )
+    if isinstance(value, float | complex):
+        return type(value), repr(value)  # 0.0 == -0.0, and NaN equals nothing
     if value is None or isinstance(value, PLAIN):
         return type(value), value
     if isinstance(value, tuple):

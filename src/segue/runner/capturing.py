@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from segue.capture.guards import one_capture
 from segue.capture.state import state
 from segue.devices import Device, Pool
 from segue.errors import CaptureError
+from segue.runner.attributes import reached
 from segue.runner.binding import Binder, Call
+from segue.runner.constants import Constants
 from segue.runner.ladder import Ladder
 from segue.runner.outputs import Layout, Lease, Outputs, Signature
 from segue.runner.plan import Plan
@@ -79,8 +81,12 @@ class Recorder:
             reference_frame(rows=stage.tokens, valid_rows=call.tokens),
         ):
             padded = stage.padded(call.tensors, call.tokens, call.requests)
-            raw = self.binder.invoke(call, padded, ctx) if own is None else own(self._named(padded), call.tokens)
-        return self.outputs.layout(raw, call.key, stage.tokens, stage.requests)
+            versions = [0 if t is None else t._version for t in padded]
+            constants = self._constants(call, stage, padded) if own is None else None
+            with constants or nullcontext():
+                raw = self.binder.invoke(call, padded, ctx) if own is None else own(self._named(padded), call.tokens)
+            stage.updates_of(padded, versions, call)
+        return self.outputs.layout(raw, call.key, stage.tokens, stage.requests, constants or ())
 
     def warm(self, call: Call, stage: Stage, ctx: Any, strategy: Strategy | None = None) -> Layout:
         """The reference on the capture stream, so that what libraries keep for a stream exists before the capture."""
@@ -118,10 +124,8 @@ class Recorder:
         program = strategy.capture(job)
         self.tally.seconds += time.perf_counter() - start
         self.tally.captured += 1
-        written = {t.untyped_storage().data_ptr() for t in program.writes}
-        for buffer in stage.buffers:
-            if buffer.flat.data_ptr() in written:
-                buffer.written_by_graph()
+        stage.wrote(program.writes)
+        stage.updates(call)
         plan = Plan(stage, program, kept[0], self.pool, self.lock, self.tally, strategy.name, lease)
         plan.driver_bytes = max(0, self.device.driver_bytes() - before)
         return plan, Lease(answer[0], None) if lease else answer[0]
@@ -142,6 +146,13 @@ class Recorder:
             name=f"bucket {stage.tokens}{also}",
             inputs=self._named(stage.static),
         )
+
+    def _constants(self, call: Call, stage: Stage, padded: Sequence[Tensor | None]) -> Constants | None:
+        """For a forward whose outputs' sizes decide: what has a fixed shape, inputs and whatever the function reaches."""
+        if not self.outputs.undecided(call.key, stage.tokens, stage.requests):
+            return None
+        fixed = [t for leaf, t in zip(self.binder.leaves, padded, strict=True) if t is not None and leaf.declared.dim is None]
+        return Constants([*fixed, *(t for _, t in reached(self.fn) if isinstance(t, Tensor))])
 
     def _named(self, tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
         return {leaf.name: t for leaf, t in zip(self.binder.leaves, tensors, strict=True) if t is not None}

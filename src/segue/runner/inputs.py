@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any, Literal
 
 import torch
@@ -45,6 +46,9 @@ class Input:
     extra: int = 0
 
     def __post_init__(self) -> None:
+        for name, value in (("token_dim", self.token_dim), ("request_dim", self.request_dim), ("extra", self.extra)):
+            if not (value is None or isinstance(value, int)) or isinstance(value, bool):
+                raise UsageError(f"{self}: {name}={value!r} is no whole number")
         if self.token_dim is not None and self.request_dim is not None:
             raise UsageError(f"{self}: an input has a token_dim or a request_dim, not both")
         if self.dim is None and (self.pad is not None or self.extra):
@@ -57,7 +61,7 @@ class Input:
                 "states, "
                 "often wrong for lengths, positions and slots"
             )
-        if isinstance(self.pad, str) and self.pad != "edge":
+        if self.pad is not None and self.pad != "edge" and not isinstance(self.pad, Number):
             raise UsageError(f'{self}: pad is a number or "edge"')
         if self.shape is not None and self.dim is not None:
             sizes = list(self.shape)

@@ -23,7 +23,7 @@ class Ladder(Sequence[int]):
     __slots__ = ("_buckets",)
 
     def __init__(self, buckets: Iterable[int]) -> None:
-        sizes = {_positive(b, "bucket") for b in buckets}
+        sizes = {_positive(b, "bucket") for b in _iterated(buckets, "a ladder's buckets")}
         if not sizes:
             raise UsageError(
                 "a ladder needs at least one bucket; got none. Give buckets=[16, 32, ...] or Ladder.geometric(2048)"
@@ -38,8 +38,8 @@ class Ladder(Sequence[int]):
         ``multiple_of`` every bucket, the largest included, is rounded up to a multiple of it.
         """
         top, step = _positive(max_tokens, "max_tokens"), _positive(multiple_of, "multiple_of")
-        if not ratio > 1:
-            raise UsageError(f"Ladder.geometric: ratio={ratio} doesn't grow; it must be above 1")
+        if not isinstance(ratio, int | float) or not ratio > 1:
+            raise UsageError(f"Ladder.geometric: ratio={ratio!r} doesn't grow; it must be above 1")
         sizes = {b for b in (1, 2, 4, 8) if b <= top} | {top}
         size = 8.0
         while (size := max(size * ratio, size + 1)) < top:
@@ -56,7 +56,7 @@ class Ladder(Sequence[int]):
             UsageError: no lengths, one that is not a positive int, or ``k`` below 1.
         """
         k, step = _positive(k, "k"), _positive(multiple_of, "multiple_of")
-        counts = Counter(_round_up(_positive(n, "length"), step) for n in lengths)
+        counts = Counter(_round_up(_positive(n, "length"), step) for n in _iterated(lengths, "Ladder.fit's lengths"))
         if not counts:
             raise UsageError("Ladder.fit: no lengths were given, so no bucket can be chosen")
         tops = sorted(counts)
@@ -138,6 +138,13 @@ def _add_line(lines: deque[tuple[int, int, int]], line: tuple[int, int, int]) ->
             break
         lines.pop()
     lines.append(line)
+
+
+def _iterated(values: Iterable[int], what: str) -> Iterable[int]:
+    try:
+        return iter(values)
+    except TypeError:
+        raise UsageError(f"{what} are {values!r}; they must be a list of whole numbers of tokens") from None
 
 
 def _positive(value: int, what: str) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
+from collections.abc import Container
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from segue.capture.structure import Tree, take_apart
 from segue.devices import Pool
 from segue.errors import CaptureError, ReplayError, UsageError
 
+if TYPE_CHECKING:
+    from segue.runner.plan import Plan
+
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 _MOST_VIEWS = 1024
 _HOLE: Any = object()  # where a tensor goes
@@ -21,10 +25,10 @@ _HOLE: Any = object()  # where a tensor goes
 class Lease:
     """A zero-copy output. ``value`` is a view of graph memory, and raises once another replay may have written it."""
 
-    __slots__ = ("_at", "_pool", "_value")
+    __slots__ = ("_at", "_plan", "_pool", "_value")
 
-    def __init__(self, value: Any, pool: Pool | None) -> None:
-        self._value, self._pool = value, pool
+    def __init__(self, value: Any, pool: Pool | None, plan: Plan | None = None) -> None:
+        self._value, self._pool, self._plan = value, pool, plan  # the plan keeps the memory
         self._at = None if pool is None else pool.replays
 
     @property
@@ -32,12 +36,17 @@ class Lease:
         """The output, real rows only.
 
         Raises:
-            ReplayError: the pool has replayed or captured since.
+            ReplayError: the pool has replayed or captured since, or the graph is gone.
         """
         if self._pool is not None and self._pool.replays != self._at:
             raise ReplayError(
                 "this lease has ended: its pool has replayed or captured since, and the memory may hold other numbers. "
                 'Read lease.value (or clone it) before the next call, or use outputs="copy"'
+            )
+        if self._plan is not None and self._plan.closed:
+            raise ReplayError(
+                "this lease has ended: its graph was dropped by close(), recapture() or the memory budget, and the memory "
+                'is gone. Read lease.value (or clone it) before that, or use outputs="copy"'
             )
         return self._value
 
@@ -52,8 +61,15 @@ class Outputs:
         self._token_dim, self._request_dim, self._label = token_dim, request_dim, label
         self._seen: dict[Any, tuple[int, Any, dict[str, Any]]] = {}
 
-    def layout(self, raw: Any, variant: Any, tokens: int, requests: int) -> Layout:
-        """Take apart what the forward returned at a bucket's shape.
+    def undecided(self, variant: Any, tokens: int, requests: int) -> bool:
+        """Whether sizes decide what is token-shaped, and no other bucket has shown yet which sizes follow the bucket."""
+        other = self._seen.get((variant, requests), (tokens,))[0] != tokens
+        return isinstance(self._token_dim, int) and tokens > 1 and not other
+
+    def layout(
+        self, raw: Any, variant: Any, tokens: int, requests: int, constants: Container[Tensor] = ()
+    ) -> Layout:
+        """Take apart what the forward returned at a bucket's shape. ``constants``: tensors whose shape no call changes.
 
         Raises:
             UsageError: the declared structure doesn't fit, or an output can't be told to be token-shaped or not.
@@ -75,6 +91,10 @@ class Outputs:
                 parts.append((path, value, _exact(path, value, request_dim, requests, "request", where), False))
             else:
                 parts.append((path, value, _token_shaped(path, value, dim, tokens, loose, where), True))
+        if self.undecided(variant, tokens, requests):
+            for path, value, dim, of_tokens in parts:
+                if isinstance(value, Tensor) and of_tokens:
+                    _check_chance(path, value, dim, tokens, self._token_dim, dim is not None and value in constants, where)
         self._compare(parts, variant, tokens, requests, where)
         return Layout(tree, parts, where)
 
@@ -232,6 +252,22 @@ def _check_plain(path: str, value: Any, where: str, tokens: int | None) -> None:
             f"{where}: {path} is the int {value}, ambiguous: the padded size, or a constant? A replay returns it "
             "frozen. "
             "Leave it out, return it as a tensor, or give output_token_dim as a structure with None for it"
+        )
+
+
+def _check_chance(path: str, t: Tensor, dim: int | None, tokens: int, declared: int, constant: bool, where: str) -> None:
+    if constant:
+        raise UsageError(
+            f"{where}: {path} is ambiguous: its shape {list(t.shape)} has the bucket's size along dimension {dim}, and comes "
+            "from tensors alone whose shape no call changes, so cutting it to the real rows would be wrong. Give "
+            f"output_token_dim as a structure, with None for {path}"
+        )
+    if dim is None and tokens in t.shape:
+        at = list(t.shape).index(tokens)
+        raise UsageError(
+            f"{where}: {path} is ambiguous: of its shape {list(t.shape)} dimension {at} has the bucket's size, and dimension "
+            f"{declared}, where output_token_dim={declared} says tokens are, has not: tokens, or chance? Give "
+            f"output_token_dim as a structure, with {at} or None for {path}"
         )
 
 

@@ -10,7 +10,7 @@ from segue.capture import active_forward
 from segue.devices import Pool
 from segue.runner.binding import Call
 from segue.runner.outputs import Layout, Lease
-from segue.runner.staging import Stage
+from segue.runner.staging import Stage, moved
 from segue.runner.stats import Tally
 from segue.runner.strategy import Program
 
@@ -33,6 +33,9 @@ class Plan:
         self._pool, self._lock, self._tally, self._lease = pool, lock, tally, lease
         self._turn, self._fill, self._replay = pool.turn, stage.fill, program.replay
         self._bucket = stage.tokens
+        self._writes = bool(stage.written)
+        self._buffers = stage.buffers if program.breaks else []  # what a break could write
+        self.closed = False
         self.driver_bytes = 0  # what the driver took while this was captured
 
     def run(self, call: Call) -> Any:
@@ -51,13 +54,18 @@ class Plan:
                 else:
                     with active_forward(call.ctx):
                         self._replay(tokens)
+                if self._writes or moved(self._buffers):
+                    self.stage.updates(call)
+                    call.write_back()
             tally.replayed += 1
             tally.strategies[self.strategy] += 1
             tally.rows += self._bucket
             tally.padded += self._bucket - tokens
             if self._lease:
-                return Lease(self.layout.lend(tokens, requests), self._pool)
+                return Lease(self.layout.lend(tokens, requests), self._pool, self)
             return self.layout.give(tokens, requests)
 
     def close(self) -> None:
+        """Forbid replays, and end the leases of its outputs."""
+        self.closed = True
         self.program.close()

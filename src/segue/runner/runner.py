@@ -15,9 +15,11 @@ from torch import Tensor
 
 from segue import devices
 from segue.capture import active_forward, current_forward_ctx
+from segue.capture.state import state as thread
 from segue.capture.structure import take_apart
 from segue.devices import Device, Pool
 from segue.errors import InputError, NoBucketError, UsageError
+from segue.runner import options
 from segue.runner.admission import EAGER, Admission, Decision
 from segue.runner.binding import Binder, Call
 from segue.runner.buckets import FAILED, Buckets, CaptureFailed, Place
@@ -25,7 +27,7 @@ from segue.runner.capturing import Recorder, may_capture
 from segue.runner.inputs import Declared
 from segue.runner.ladder import Ladder
 from segue.runner.memory import OVER_BUDGET, Cost, MemoryBudget, mib
-from segue.runner.modules import Module, in_training
+from segue.runner.modules import Module
 from segue.runner.outputs import Lease, Outputs, owned
 from segue.runner.session import CaptureSummary
 from segue.runner.shadow import Shadow
@@ -45,7 +47,7 @@ class GraphRunner:
 
     Lazy by default: the first call of a bucket runs the reference, the second is captured, later ones replay; each gets
     its answer. ``capture()`` does the whole ladder ahead of traffic. Calls are bound like ``fn``'s signature, plus
-    ``ctx``.
+    ``ctx``. What ``fn`` writes into an input is in the caller's tensor afterwards, as in eager.
 
     Args:
         fn: over tensors; called with ``ctx`` too if it has that parameter; returns any structure of tensors and plain
@@ -103,22 +105,23 @@ class GraphRunner:
         strategies: Sequence[Strategy] | None = None,
         progress: bool = True,
     ) -> None:
-        if outputs not in ("copy", "lease"):
-            raise UsageError(f'outputs={outputs!r} is neither "copy" nor "lease"')
-        if on_failure not in ("raise", "eager"):
-            raise UsageError(f'on_failure={on_failure!r} is neither "raise" nor "eager"')
-        if max_variants < 1 or verify_every < 0:
-            raise UsageError(
-                f"max_variants={max_variants} must be at least 1, and verify_every={verify_every} at least 0"
-            )
-        self.fn, self.ladder = fn, _ladder(buckets)
-        self.request_ladder = None if request_buckets is None else _ladder(request_buckets)
+        self._lease = options.one_of("outputs", outputs, "copy", "lease")
+        self._retry = options.one_of("on_failure", on_failure, "raise", "eager")
+        self._max_variants = options.whole_number("max_variants", max_variants, 1)
+        verify_every = options.whole_number("verify_every", verify_every, 0)
+        self.fn, self.ladder = fn, options.ladder("buckets", buckets)
+        self.request_ladder = None if request_buckets is None else options.ladder("request_buckets", request_buckets)
         self.inputs, self._binder = inputs, Binder(fn, inputs)
         if any(leaf.request for leaf in self._binder.leaves) != (self.request_ladder is not None):
             raise UsageError("request-shaped inputs and request_buckets go together: one was given without the other")
         self.strategies = list(strategies) if strategies is not None else [Breakable()]
-        self.capture_ctx, self.state, self.progress = capture_ctx, list(state), progress
-        self.budget = None if memory_budget is None else MemoryBudget(memory_budget)
+        if not self.strategies:
+            raise UsageError("strategies=[] leaves no way to capture; leave it out, or end it with one that serves every call")
+        self.capture_ctx = options.function("capture_ctx", capture_ctx, "a bucket, and return the context of its capture")
+        self.state, self.progress = options.tensors("state", state), progress
+        self.budget = None
+        if memory_budget is not None:
+            self.budget = MemoryBudget(options.whole_number("memory_budget", memory_budget, 1, " of bytes"))
         self.summary: CaptureSummary | None = None
         self.module, self.off = Module(fn), os.environ.get("SEGUE", "").lower() == "off"
         self.admission = Admission(
@@ -126,8 +129,7 @@ class GraphRunner:
         )
         self._by_name = {s.name: s for s in self.strategies}
         self._preferred = {s.name for s in self.strategies[:-1]}
-        self._lease, self._retry, self._strict = outputs == "lease", on_failure == "eager", strict
-        self._tally, self._max_variants = Tally(), max_variants
+        self._strict, self._tally = strict, Tally()
         self._output_dims = output_token_dim, output_request_dim
         self._asked, self._pool, self._stream = device, pool, stream
         self._shadow = Shadow(verify_every, self.state) if verify_every else None
@@ -141,16 +143,17 @@ class GraphRunner:
         """The forward's answer, bound like its signature. ``decision``: from :meth:`admit`, so that ranks agree.
 
         Raises:
-            InputError: an argument doesn't fit. ReplayError: a replay would not give what eager gives. CaptureError:
-            the
-                forward can't be captured. NoBucketError: it would run eager, and ``strict`` forbids that.
+            InputError: an argument doesn't fit, or something requires grad in grad mode. UsageError: a module is in training
+            mode, or the call is inside another forward that is warmed up or captured, outside a break. ReplayError: a replay
+            would not give what eager gives. CaptureError: the forward can't be captured. NoBucketError: it would run eager,
+            and ``strict`` forbids that.
         """
         buckets = self._buckets
         if buckets is None or self._closed:
             buckets = self._open(args, kwargs)
-        module = self.module.root
-        if module is not None and module.training:
-            raise in_training(module)
+        if (thread.reference or thread.capture is not None) and not thread.inside_break:
+            raise _nested(self._binder.label)
+        self.module.look()
         call = self._read(args, kwargs, ctx)
         if self.off:
             return self._eager(call, "SEGUE=off")
@@ -166,14 +169,23 @@ class GraphRunner:
         return plan.run(call)
 
     def admit(self, tokens: int, requests: int = -1) -> Decision:
-        """Where a call of ``tokens`` tokens would run, and why. Pure; O(log of the number of buckets)."""
+        """Where a call of ``tokens`` tokens would run, and why. Pure; O(log of the number of buckets).
+
+        Raises:
+            UsageError: a count is no whole number, or negative (``requests=-1``: the call has no request axis).
+        """
+        if tokens.__class__ is not int or tokens < 0:
+            tokens = options.whole_number("tokens", tokens, 0)
+        if requests != -1:
+            requests = options.whole_number("requests", requests, 0)
         return self.admission.decide(tokens, requests)
 
     def explain(self, tokens: int, requests: int = -1) -> str:
         """:meth:`admit` in a sentence, with its numbers, and whether the bucket has a graph."""
+        bucket = self.admit(tokens, requests).bucket
         if self.off:
             return f"{tokens} tokens: eager, SEGUE=off in the environment when the runner was made"
-        bucket, text = self.admit(tokens, requests).bucket, self.admission.explain(tokens, requests)
+        text = self.admission.explain(tokens, requests)
         if bucket is None or self._buckets is None:
             return text
         for (_, failed, _), why in self._buckets.failed.items():
@@ -184,12 +196,18 @@ class GraphRunner:
     def reference(self, *args: Any, ctx: Any = None, decision: Decision | None = None, **kwargs: Any) -> Any:
         """What a replay of this call must equal bit for bit: ``fn`` at the bucket's shape, without a capture.
 
+        It runs on copies: the caller's inputs stay as they are, also where a call would write them.
+
         Raises:
             NoBucketError: no bucket fits the call.
         """
+        if (thread.reference or thread.capture is not None) and not thread.inside_break:
+            raise _nested(self._binder.label)
         recorder = self._ready(args, kwargs).recorder
         call = self._read(args, kwargs, ctx)
-        d = decision or self._decide(call)
+        d = self._decide(call) if decision is None else decision
+        if decision is not None:
+            self._check_decision(decision, call)
         if d.bucket is None:
             raise NoBucketError(f"reference: {self.admission.explain(call.tokens, call.requests)}")
         with recorder.lock:
@@ -205,7 +223,7 @@ class GraphRunner:
         then those of the example do. Without an example every input needs ``shape=`` and ``dtype=``. Tensors that the
         warm-up or a break wrote are put back; Python attributes that changed are reported, by name, in the summary and
         the log. With request-shaped inputs the example is taken as it is, and only buckets that hold it whole are
-        captured.
+        captured; the others are left out, and captured when calls come.
 
         Raises:
             CaptureError: a bucket can't be captured. Those before it keep working.
@@ -230,6 +248,7 @@ class GraphRunner:
         twice.
         """
         self._closed = True
+        self.module.forget()
         if self._buckets is not None:
             with self._buckets.recorder.lock:
                 self._buckets.drop(self._buckets.plans)
@@ -280,6 +299,7 @@ class GraphRunner:
                 except CaptureFailed:
                     return self._fall_back(call, FAILED)
                 self._keep_to_budget(place, buckets)
+            call.write_back()
             self._tally.served(d.bucket, call.tokens)
             return answer
 
@@ -329,9 +349,14 @@ class GraphRunner:
         self._tally.fell_back(reason)
         tensors = call.tensors
         if call.foreign:
-            tensors = [None if t is None else t.to(device) for t in tensors]
+            with torch.inference_mode(False), torch.no_grad():
+                tensors = [None if t is None else t.to(device) for t in tensors]
+        versions = [_version(t) for t in tensors] if call.foreign else []
         with torch.inference_mode(), active_forward(call.ctx if call.ctx is not None else current_forward_ctx()):
             raw = binder.invoke(call, tensors, call.ctx)
+            for mine, moved, version in zip(call.tensors, tensors, versions, strict=False):
+                if mine is not None and moved is not None and moved is not mine and _version(moved) != version:
+                    mine.copy_(moved)
         binder.keep(call)
         answer = owned(raw)
         return Lease(answer, None) if self._lease else answer
@@ -348,6 +373,8 @@ class GraphRunner:
         return decision
 
     def _check_decision(self, d: Decision, call: Call) -> None:
+        if not isinstance(d, Decision):
+            raise UsageError(f"decision={d!r} is a {type(d).__qualname__}; take decisions from runner.admit(tokens)")
         if d.bucket is None:
             return
         if d.bucket not in self.ladder or d.bucket in self.admission.left_out or d.strategy not in self._by_name:
@@ -414,5 +441,13 @@ class GraphRunner:
         return check_runner(self, args, kwargs, ctx)
 
 
-def _ladder(buckets: Ladder | Iterable[int]) -> Ladder:
-    return buckets if isinstance(buckets, Ladder) else Ladder(buckets)
+def _nested(label: str) -> UsageError:
+    return UsageError(
+        f"the runner of {label} was called inside the warm-up, reference or capture of another forward, outside a break: it "
+        "would take that forward's padded rows for real ones. Call it in a break point, or let the outer graph hold the plain "
+        "function"
+    )
+
+
+def _version(t: Tensor | None) -> int:
+    return -1 if t is None or t.is_inference() else t._version

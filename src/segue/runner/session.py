@@ -16,7 +16,8 @@ log = logging.getLogger("segue")
 
 @dataclass(frozen=True)
 class CaptureSummary:
-    """What ``capture()`` did. ``left_out``: buckets beyond the memory budget, with their predicted cost.
+    """What ``capture()`` did. ``left_out``: buckets beyond the memory budget, with their predicted cost, and those that
+    don't hold a request-shaped example, with that reason.
 
     ``changed``: Python attributes that the warm-up or capture changed, as (before, after); they are not put back.
     """
@@ -26,7 +27,7 @@ class CaptureSummary:
     breaks: int
     seconds: float
     cost: Cost
-    left_out: Mapping[int, Cost] = field(default_factory=dict)
+    left_out: Mapping[int, Cost | str] = field(default_factory=dict)
     changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -35,6 +36,10 @@ class CaptureSummary:
             f"captured {buckets}{_span(self.buckets)}, {segments} and {_count(self.breaks, 'break')} "
             f"in {self.seconds:.1f} s; {mib(self.cost.pool)} pool, {mib(self.cost.driver)} driver"
         )
+        if self.left_out:
+            text += f". Left out: {', '.join(f'{b} ({why})' for b, why in self.left_out.items())}"
+        if self.changed:
+            text += f". Python attributes that it changed: {', '.join(self.changed)}"
         if self.buckets and not self.breaks:
             text += ". No break point was met: everything, attention included, runs on the padded rows"
         return text

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from segue import _torch
+from segue.runner.binding import Call
 from segue.runner.inputs import Leaf, Spec
 
 _MOST_PADS = 256  # rows of padding kept ready for a fused copy; longer tails are filled
@@ -90,8 +91,16 @@ class Buffer:
             return view
 
 
+def moved(buffers: Sequence[Buffer]) -> bool:
+    """Whether one was written since it was filled. A segment's replay may leave no trace."""
+    return any([b.flat._version != b.version for b in buffers])  # a list: at every replay, and quicker than a generator
+
+
 class Stage:
-    """The buffers of one variant in one bucket. ``fill`` is what every replay runs first."""
+    """The buffers of one variant in one bucket. ``fill`` is what every replay runs first.
+
+    ``written``: places of the inputs that segments write. What a forward writes to an input goes back to the caller's tensor.
+    """
 
     def __init__(self, buffers: Sequence[Buffer | None], tokens: int, requests: int) -> None:
         self.tokens, self.requests = tokens, requests
@@ -113,6 +122,7 @@ class Stage:
             for slot, b, view in self._given
             if b.spec.dim is not None
         ]
+        self.written: set[int] = set()
         self._heads: dict[tuple[int, int], list[list[Tensor]]] = {}
         self._tails: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
@@ -156,6 +166,34 @@ class Stage:
             for buffer in self.buffers:
                 buffer.version = -1
             raise
+
+    def wrote(self, outside: Sequence[Tensor]) -> None:
+        """Note which inputs are among the tensors that a program's segments write."""
+        addresses = {t.untyped_storage().data_ptr() for t in outside}
+        for slot, buffer, _ in self._given:
+            if buffer.flat.data_ptr() in addresses:
+                buffer.written_by_graph()
+                self.written.add(slot)
+
+    def updates(self, call: Call) -> None:
+        """Note in ``call`` which of its tensors the forward that ran on the buffers has written, with the new values."""
+        call.updates = [
+            (call.tensors[slot], self._real(buffer, view, call))
+            for slot, buffer, view in self._given
+            if slot in self.written or buffer.flat._version != buffer.version
+        ]
+
+    def updates_of(self, fresh: Sequence[Tensor | None], versions: Sequence[int], call: Call) -> None:
+        """The same for a forward that ran on ``padded`` tensors; ``versions``: theirs before it."""
+        call.updates = [
+            (call.tensors[slot], self._real(buffer, t, call))
+            for slot, buffer, _ in self._given
+            if (t := fresh[slot]) is not None and t._version != versions[slot]
+        ]
+
+    def _real(self, buffer: Buffer, view: Tensor, call: Call) -> Tensor:
+        dim = buffer.spec.dim
+        return view if dim is None else view.narrow(dim, 0, _rows(buffer, call.tokens, call.requests))
 
     def padded(self, tensors: Sequence[Tensor | None], tokens: int, requests: int) -> list[Tensor | None]:
         """Fresh padded tensors with the values that ``fill`` would leave in the buffers: for the reference."""

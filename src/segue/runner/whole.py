@@ -44,14 +44,16 @@ class _Session:
     ) -> None:
         self.runner, self.buckets, self.recorder, self.ctx = runner, buckets, buckets.recorder, ctx
         self.call = self._example(args, kwargs, ctx)
+        self.left_out: dict[int, Cost | str] = {}
         if self.call.ctx is not None:
             self.ctx = self.call.ctx
         rungs = _rungs(list(runner.ladder), None if runner.request_ladder is None else list(runner.request_ladder))
         if runner.request_ladder is not None:
-            rungs = [r for r in rungs if r[0] >= self.call.tokens and (r[1] or 0) >= self.call.requests]
+            held = [r for r in rungs if r[0] >= self.call.tokens and (r[1] or 0) >= self.call.requests]
+            self._say_too_small(rungs, held)
+            rungs = held
         self.rungs = [r for r in rungs if self._plan(r) is None and r[0] not in runner.admission.left_out]
         self.done: list[Rung] = []
-        self.left_out: dict[int, Cost] = {}
 
     def run(self) -> CaptureSummary:
         start = time.perf_counter()
@@ -177,6 +179,22 @@ class _Session:
         for bucket in dict.fromkeys(r[0] for r in rungs):
             self.left_out[bucket] = cost
             self.runner.over_budget(bucket, cost)
+
+    def _say_too_small(self, rungs: Sequence[Rung], held: Sequence[Rung]) -> None:
+        """A request-shaped example can't be cut or repeated: rows and requests belong together."""
+        example = f"{self.call.tokens} tokens and {self.call.requests} requests"
+        captured = {r[0] for r in held}
+        for bucket in dict.fromkeys(r[0] for r in rungs if r[0] not in captured):
+            self.left_out[bucket] = f"too small for the example of {example}"
+        if len(held) < len(rungs):
+            log.warning(
+                "segue: %s of %s pairs of a token and a request bucket are too small for the example of %s, and are not "
+                "captured now%s. Capture a small example too, or let calls capture them",
+                len(rungs) - len(held),
+                len(rungs),
+                example,
+                f", among them all of buckets {', '.join(map(str, self.left_out))}" if self.left_out else "",
+            )
 
     def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any) -> Call:
         binder = self.recorder.binder

@@ -5,14 +5,16 @@ Importing this module needs torch alone; transformers is looked for when :func:`
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from typing import TYPE_CHECKING, Any
 
+from segue import _switch
 from segue.errors import UsageError
+from segue.integrations.transformers.off import Off
 
 if TYPE_CHECKING:
     from segue.devices import Device
-    from segue.integrations.transformers.handle import Accelerated
+    from segue.integrations.transformers.forwarding import Handle
 
 __all__ = ["accelerate"]
 
@@ -26,7 +28,7 @@ def accelerate(
     compile: bool = False,
     *,
     device: str | Device | None = None,
-) -> Accelerated:
+) -> Handle:
     """Run a transformers model's decoder out of captured graphs, in place: the same tokens, sooner.
 
     The embedding and the head stay the model's own, outside the graphs; attention and the KV cache run live, in the
@@ -45,17 +47,16 @@ def accelerate(
 
     Returns:
         A handle that forwards calls and attributes to the model. ``restore()``, or leaving its ``with``, gives the
-        model back as it was.
+        model back as it was. With ``SEGUE=off`` in the environment nothing is refused and nothing captured: the handle
+        counts forwards, and stays off.
 
     Raises:
         SegueError: transformers is missing, or the model can't be served and why: its family, its mode, its devices, an
             attention that never reaches the break, a result that differs from the untouched model's.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise UsageError(
-            "segue.accelerate() takes Hugging Face models, and transformers is not installed here. "
-            "Install it with: pip install 'segue-graphs[transformers]'"
-        )
+    if _switch.off():
+        return Off(model)
+    _require_transformers()
     if strategy not in _STRATEGIES:
         raise UsageError(f"strategy={strategy!r} is not one that segue.accelerate() knows: use one of {_STRATEGIES}")
     if compile:
@@ -66,3 +67,15 @@ def accelerate(
     from segue.integrations.transformers.handle import Accelerated
 
     return Accelerated(model, max_tokens=max_tokens, device=device, strategy=strategy)
+
+
+def _require_transformers() -> None:
+    try:
+        importlib.import_module("transformers")
+    except ImportError as e:
+        if (e.name or "transformers").split(".")[0] != "transformers":
+            raise  # it is there, and something of its own is missing
+        raise UsageError(
+            "segue.accelerate() takes Hugging Face models, and transformers is not installed here. "
+            "Install it with: pip install 'segue-graphs[transformers]'"
+        ) from e

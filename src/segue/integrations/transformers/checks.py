@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from segue import _where
 from segue.errors import UsageError
+from segue.integrations.transformers.changes import Changes, hooks_on
+from segue.integrations.transformers.taken import Taken
 
 # Tested families: a decoder of identical layers, token-wise but for attention, which goes through AttentionInterface.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -32,10 +34,10 @@ def decoder_of(model: Any) -> Any:
         )
     decoder: Any = model.base_model
     _check_family(model, decoder)
-    _check_mode(model)
+    check_mode(model, decoder)
     _check_rope(model, decoder.config)
-    _check_hooks(model, decoder)
-    if getattr(decoder.__dict__.get("forward"), "_segue", False):
+    check_hooks(model, decoder)
+    if isinstance(decoder.__dict__.get("forward"), Taken):
         raise UsageError(f"{_name(model)} is accelerated already: call restore() on the handle of the first time")
     return decoder
 
@@ -55,13 +57,11 @@ def device_of(decoder: nn.Module) -> torch.device:
     return torch.device(places[0])
 
 
-def refuse_training(decoder: nn.Module) -> None:
-    """Raise UsageError if the decoder is in training mode."""
-    if decoder.training:
-        raise UsageError(
-            f"{type(decoder).__name__} is in training mode: a graph would replay the dropout of its capture. "
-            "Call model.eval(), or restore() to train it."
-        )
+def refuse_training(changes: Changes) -> None:
+    """Raise UsageError if the decoder, or a module in it to which that matters, is in training mode."""
+    who = changes.training()
+    if who is not None:
+        raise _in_training(who)
 
 
 def refuse_gradients(decoder: nn.Module, embeds: Tensor | None) -> None:
@@ -137,8 +137,20 @@ def _kind(config: Any) -> str:
     return ""
 
 
-def _check_mode(model: nn.Module) -> None:
-    refuse_training(model)
+def check_mode(model: nn.Module, decoder: nn.Module) -> None:
+    """Raise UsageError if the model, or any module of its decoder, is in training mode."""
+    if model.training:
+        raise _in_training(type(model).__name__)
+    for name, module in decoder.named_modules():
+        if module.training:
+            raise _in_training(f"{type(decoder).__name__}'s {name}" if name else type(decoder).__name__)
+
+
+def _in_training(who: str) -> UsageError:
+    return UsageError(
+        f"{who} is in training mode: a graph would replay the dropout of its capture. "
+        "Call model.eval(), or restore() to train it."
+    )
 
 
 def _check_rope(model: Any, config: Any) -> None:
@@ -155,18 +167,19 @@ def _rope_types(parameters: dict[str, Any]) -> list[str]:
     return [*nested, *([parameters["rope_type"]] if isinstance(parameters.get("rope_type"), str) else [])]
 
 
-def _check_hooks(model: Any, decoder: nn.Module) -> None:
-    """Hooks are Python, which a replay doesn't run. transformers' own recorders act on untouched calls only."""
+def check_hooks(model: Any, decoder: Any) -> None:
+    """Raise UsageError if a forward hook is registered inside the decoder: replays run no Python.
+
+    Its own hooks and those of its embedding are called live, and transformers' recorders act on untouched calls only.
+    """
     for name, module in decoder.named_modules():
-        if module is decoder:
+        if module is decoder or module is decoder.get_input_embeddings():
             continue
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if getattr(hook, "__name__", "") != "output_capturing_hook":
-                raise UsageError(
-                    f"{_name(model)}: a forward hook, {_where.of(hook)}, is registered on {name}. Replays run no "
-                    "Python, so it would be called while capturing and never again. Remove it, or make what it does a "
-                    "break point."
-                )
+        for hook in hooks_on(module):
+            raise UsageError(
+                f"{_name(model)}: a forward hook, {_where.of(hook)}, is registered on {name}. Replays run no Python, so it "
+                "would be called while capturing and never again. Remove it, or make what it does a break point."
+            )
 
 
 def _name(model: Any) -> str:

@@ -10,29 +10,35 @@ from torch import Tensor
 
 from segue.integrations.transformers import names
 from segue.integrations.transformers.attention import Forward
-from segue.integrations.transformers.trunk import ModelTrunk
+from segue.integrations.transformers.trunk import ModelTrunk, not_causal
 from segue.prime.strategy import PrimeStrategy
 
 
-def strategy(model: Any, decoder: Any, forward: Callable[..., Any]) -> PrimeStrategy:
-    """Prime for the decoder of ``model``, whose own forward is ``forward``.
+def strategy(model: Any, decoder: Any, forward: Callable[..., Any], rows: int) -> PrimeStrategy:
+    """Prime for the decoder of ``model``, whose own forward is ``forward``, in buckets of up to ``rows`` rows.
 
     Raises:
         UsageError: the model has no prime graphs.
     """
-    return PrimeStrategy(ModelTrunk(model, decoder=decoder, forward=forward), _prompts)
+    return PrimeStrategy(ModelTrunk(model, decoder=decoder, forward=forward), _prompts, most_rows=rows)
 
 
-def is_fresh(ctx: Forward, positions: Tensor | None) -> bool:
+def is_fresh(ctx: Forward, positions: Tensor | None, decoder: Any) -> bool:
     """Whether a forward is one whole prompt for an empty cache of growing layers, at its usual positions.
+
+    A cache of a subclass may do something of its own in ``update()``, which a copy-out doesn't call. And without causal
+    attention padded rows would reach real ones.
 
     ``positions``: [1, n] as the caller gave them. Looking at them waits for the device, which has nothing to do yet.
     """
-    if ctx.batch != 1 or ctx.cache is None or ctx.implementation.name != "sdpa":
+    cache = ctx.cache
+    if ctx.batch != 1 or type(cache) is not names.cache_type() or ctx.implementation.name != "sdpa":
         return False
-    if any(mask is not None for mask in ctx.masks) or ctx.cache.get_seq_length():
+    if not_causal(decoder) is not None:
         return False
-    if any(type(layer) is not names.growing_layers()[0] for layer in ctx.cache.layers):
+    if any(mask is not None for mask in ctx.masks) or cache.get_seq_length():
+        return False
+    if any(type(layer) is not names.growing_layers()[0] for layer in cache.layers):
         return False
     return positions is None or torch.equal(positions[0], torch.arange(ctx.length, device=positions.device))
 

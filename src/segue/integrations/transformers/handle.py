@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import MappingProxyType, MethodType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from segue import _switch
 from segue.errors import UsageError
 from segue.integrations.transformers import checks, fresh, names
 from segue.integrations.transformers.attention import Forward, attention_forward
 from segue.integrations.transformers.body import Body
 from segue.integrations.transformers.calls import Call, Reader
+from segue.integrations.transformers.changes import Changes
+from segue.integrations.transformers.forwarding import Handle
 from segue.integrations.transformers.implementation import NAME, Implementation
+from segue.integrations.transformers.taken import Taken
 from segue.prime.strategy import PrimeStrategy
 from segue.runner import Breakable, GraphRunner, Input, Job, Ladder, Program
 
@@ -29,21 +30,16 @@ if TYPE_CHECKING:
     from segue.runner import Stats
 
 
-class Accelerated:
-    """A transformers model whose decoder replays captured graphs. Calls and attributes go to the model.
+class Accelerated(Handle):
+    """The handle of a model whose decoder this process captures."""
 
-    Made by :func:`segue.accelerate`. As a context manager it restores the model at the end.
-    """
-
-    def __init__(
-        self, model: Any, *, max_tokens: int, device: str | Device | None, strategy: str = "auto"
-    ) -> None:
+    def __init__(self, model: Any, *, max_tokens: int, device: str | Device | None, strategy: str = "auto") -> None:
         from transformers import AttentionInterface
 
         self._decoder = decoder = checks.decoder_of(model)
         self._device = checks.device_of(decoder)
         self._forward: Callable[..., Any] = decoder.forward
-        self._before = decoder.__dict__.get("forward")
+        self._changes = Changes(decoder)
         self._reader = Reader(decoder.config, self._forward)
         self._implementation = Implementation(m.config for m in decoder.modules() if hasattr(m, "config"))
         self._body = Body(decoder, self._forward, self._implementation)
@@ -51,15 +47,15 @@ class Accelerated:
         self._attention_module = decoder.layers[0].self_attn
         self._functions: dict[str | None, Callable[..., Any]] = {}
         self._untouched: Counter[str] = Counter()
-        self._paused = self._restored = False
+        self._restored = False
         self._one_at_a_time = threading.RLock()  # a body's attention has another name while it runs
-        self._model = model
+        self._begin(model)
         AttentionInterface.register(NAME, attention_forward)
         self._output: Any = None  # the decoder's output type, seen in the probe
         self._prime: PrimeStrategy | None = None
         self._probe()
         self._strategy = _Counting()
-        self._prime = self._prime_strategy(strategy)
+        self._prime = self._prime_strategy(strategy, max_tokens)
         self._runner = GraphRunner(
             self._body,
             inputs={"x": Input(token_dim=0, pad=0.0), "position_ids": Input(token_dim=0, pad=0)},
@@ -68,35 +64,8 @@ class Accelerated:
             device=self._device if device is None else device,
             strategies=[*([self._prime] if self._prime else []), self._strategy],
         )
-        self._run: Callable[..., Tensor] = self._runner
-        self._take_over()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_model":  # not set yet: the model was refused
-            raise AttributeError(name)
-        return getattr(self._model, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._model, name, value)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
-
-    @property
-    def model(self) -> Any:
-        """The transformers model."""
-        return self._model
+        self._taken = Taken(decoder, self._serve)
+        self._taken.put()
 
     @property
     def runner(self) -> GraphRunner:
@@ -105,77 +74,61 @@ class Accelerated:
 
     @property
     def stats(self) -> Stats:
-        """The runner's counts, with the forwards that ran untouched under ``eager`` and ``reasons``."""
         stats = self._runner.stats
         reasons = Counter(stats.reasons)
         reasons.update(self._untouched)
         eager = stats.eager + self._untouched.total()
         return dataclasses.replace(stats, eager=eager, reasons=MappingProxyType(dict(reasons)))
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory of the scratch caches that prime graphs fill, beside the graphs' own."""
+        return 0 if self._prime is None else self._prime.scratch_bytes
+
     def capture(self) -> None:
         """Capture the whole ladder now, largest bucket first, instead of each bucket at its second call."""
         self._check_usable()
+        if (reason := self._changes.reason()) is not None:
+            raise UsageError(f"nothing is captured, as no graph would run {reason}. Remove it first.")
         ids = torch.zeros(1, 1, dtype=torch.long, device=self._device)
-        with torch.inference_mode():
+        with self._one_at_a_time, torch.inference_mode():
             x = self._decoder.get_input_embeddings()(ids)[0]
             self._runner.capture(x, ids[0], ctx=self._capture_context(1))
+            if self._prime is not None and not self._runner.off:
+                for bucket in reversed(list(self._runner.ladder)):
+                    self._capture_prime(self._prime, bucket, x.expand(bucket, -1))
+
+    def recapture(self) -> None:
+        """Drop every graph, so that each bucket is captured anew: for weights that moved and modules that were replaced."""
+        with self._one_at_a_time:
+            self._check_usable()
+            checks.check_mode(self._model, self._decoder)
+            checks.check_hooks(self._model, self._decoder)
+            self._attention_module = self._decoder.layers[0].self_attn
+            self._functions.clear()
+            self._probe()
+            self._runner.recapture()
+            self._strategy.captured.clear()
+            self._changes.accept()
 
     def graphs_of(self, tokens: int) -> tuple[int | None, int, int]:
         """The bucket of a forward of ``tokens`` tokens, its segments and its breaks; 0 and 0 before its capture."""
         bucket = self._runner.admit(tokens).bucket
         return bucket, *self._strategy.captured.get(bucket or 0, (0, 0))
 
-    def report(self) -> str:
-        """What ran how, for people: Markdown."""
-        from segue.integrations.transformers.report import report
-
-        return report(self)
-
     def restore(self) -> None:
         """Give the model its own forward back and free the graphs. May be called again."""
         if self._restored:
             return
         self._restored = True
-        self._give_back()
+        self._taken.give_back()
         self._runner.close()
 
-    @contextmanager
-    def untouched(self) -> Iterator[Any]:
-        """Within this block the model runs its own forward, uncounted: what segue's results must equal."""
-        before, self._paused = self._paused, True
-        try:
-            yield self._model
-        finally:
-            self._paused = before
-
-    @contextmanager
-    def reference(self) -> Iterator[Any]:
-        """Within this block forwards run the runner's reference, without graphs. Replays equal it bit for bit."""
-        before, self._run = self._run, self._runner.reference
-        try:
-            yield self._model
-        finally:
-            self._run = before
-
-    def _take_over(self) -> None:
-        own = type(self._decoder).forward
-
-        @functools.wraps(own)
-        def forward(decoder: Any, *args: Any, **kwargs: Any) -> Any:
-            # A copy of the model takes this method along, bound to itself: the graphs read the original's weights.
-            return self._serve(args, kwargs) if decoder is self._decoder else own(decoder, *args, **kwargs)
-
-        forward._segue = True  # type: ignore[attr-defined]
-        self._decoder.forward = MethodType(forward, self._decoder)
-
-    def _give_back(self) -> None:
-        if self._before is None:
-            self._decoder.__dict__.pop("forward", None)
-        else:
-            self._decoder.forward = self._before
+    def _reference(self) -> Callable[..., Any]:
+        return self._runner.reference
 
     def _check_usable(self) -> None:
-        checks.refuse_training(self._decoder)
+        checks.refuse_training(self._changes)
         checks.refuse_moved(self._decoder, self._decoder.get_input_embeddings().weight, self._device)
         if self._restored:
             raise UsageError("this handle was restored: its graphs are gone. Call segue.accelerate(model) again.")
@@ -184,18 +137,20 @@ class Accelerated:
         if torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
         with self._one_at_a_time:
-            return self._forward(*args, **kwargs) if self._paused else self._serve_alone(args, kwargs)
+            return self._forward(*args, **kwargs) if self._here.untouched else self._serve_alone(args, kwargs)
 
     def _serve_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _switch.off():
+            return self._untouched_forward(_switch.REASON, args, kwargs)
         self._check_usable()
         call = self._reader.read(args, kwargs)
         if isinstance(call, str):
             return self._untouched_forward(call, args, kwargs)
         checks.refuse_gradients(self._decoder, call.embeds)
-        if os.environ.get("SEGUE") == "off":
-            return self._untouched_forward("SEGUE=off in the environment", args, kwargs)
         if torch.is_autocast_enabled(self._device.type):
             return self._untouched_forward("autocast is on", args, kwargs)
+        if (changed := self._changes.reason()) is not None:
+            return self._untouched_forward(changed, args, kwargs)
         decision = self._runner.admit(call.tokens)
         if decision.bucket is None:
             return self._untouched_forward(decision.reason, args, kwargs)
@@ -204,7 +159,8 @@ class Accelerated:
             chosen = decision
             if self._prime is not None and self._prime.fits(ctx, call.tokens):
                 chosen = dataclasses.replace(decision, strategy=self._prime.name)
-            return self._run(x, positions, ctx=ctx, decision=chosen)
+            serve = self._runner if self._here.run is None else self._here.run
+            return serve(x, positions, ctx=ctx, decision=chosen)  # type: ignore[no-any-return]
 
         return self._graphed(call, run)
 
@@ -239,24 +195,36 @@ class Accelerated:
             function = self._functions[name] = names.attention_function(self._attention_module, name)
         live = {"position_ids": positions, "use_cache": call.use_cache}
         ctx = Forward(call.batch, call.length, cache, per_layer, function, self._implementation, live, reached=reached)
-        ctx.fresh = self._prime is not None and fresh.is_fresh(ctx, call.position_ids)
+        ctx.fresh = self._prime is not None and fresh.is_fresh(ctx, call.position_ids, self._decoder)
         return ctx
 
-    def _capture_context(self, bucket: int) -> Forward:
-        """A context for a bucket's explicit capture: one sequence that fills it, no cache."""
-        call = Call(None, None, None, None, None, False, True, 1, bucket)
-        weight = self._decoder.get_input_embeddings().weight
-        positions = call.positions(None, self._device)
-        embeds = weight.detach()[:1].expand(bucket, -1)[None]
-        masks = names.make_masks(self._decoder.config, embeds, None, None, positions)
-        return self._context(call, masks, None, positions)
+    def _capture_prime(self, prime: PrimeStrategy, bucket: int, x: Tensor) -> None:
+        """Warm up and capture one bucket on a prompt ``x`` [bucket, D] for a throwaway cache; nothing if it is no fresh one
+        here.
+        """
+        for _ in range(2):
+            ctx = self._capture_context(bucket, names.new_cache(self._decoder.config))
+            decision = self._runner.admit(bucket)
+            if bucket in prime.captured or decision.bucket != bucket or not prime.fits(ctx, bucket):
+                return
+            positions = torch.arange(bucket, device=self._device)
+            self._runner(x, positions, ctx=ctx, decision=dataclasses.replace(decision, strategy=prime.name))
 
-    def _prime_strategy(self, strategy: str) -> PrimeStrategy | None:
+    def _capture_context(self, bucket: int, cache: Any = None) -> Forward:
+        """A context for a bucket's explicit capture: one sequence that fills it."""
+        call = Call(None, None, None, None, cache, cache is not None, True, 1, bucket)
+        weight = self._decoder.get_input_embeddings().weight
+        positions = call.positions(cache, self._device)
+        embeds = weight.detach()[:1].expand(bucket, -1)[None]
+        masks = names.make_masks(self._decoder.config, embeds, None, cache, positions)
+        return self._context(call, masks, cache, positions)
+
+    def _prime_strategy(self, strategy: str, rows: int) -> PrimeStrategy | None:
         """For fresh prompts; None where none was asked for, or ``"auto"`` meets a model that has no use for it."""
         if strategy == "breakable":
             return None
         try:
-            return fresh.strategy(self._model, self._decoder, self._forward)
+            return fresh.strategy(self._model, self._decoder, self._forward, rows)
         except UsageError:
             if strategy == "prime":
                 raise

@@ -40,6 +40,11 @@ def new_cache(config: Any) -> Any:
     return cache_utils.DynamicCache(config=config)
 
 
+def cache_type() -> type[Any]:
+    """What :func:`new_cache` makes, and no subclass of it."""
+    return cache_utils.DynamicCache  # type: ignore[no-any-return]
+
+
 def growing_layers() -> tuple[type, ...]:
     """Cache layers that grow with every forward and keep copies of their own: the ones a break may feed."""
     return cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer

@@ -1,5 +1,4 @@
-"""A decoder-only transformers model as the trunk of a prime graph. Sessions are the caches that the model makes
-itself."""
+"""A decoder-only transformers model as the trunk of a prime graph. Sessions are the caches that the model makes itself."""
 
 from __future__ import annotations
 
@@ -66,21 +65,33 @@ class ModelTrunk:
         self._cache_name = names.cache_name(self._forward)
         self._blocks: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
         self._check_layers()
+        self._check_causal()
         if model.get_output_embeddings() is None:
             raise UsageError(f"{type(model).__name__} has no language-model head, and a prime graph ends in logits")
         AttentionInterface.register(NAME, _attend)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Ids [n] to [n, D]."""
+        """Ids [n] to [n, D].
+
+        Raises:
+            UsageError: attention is not causal (any more), and padded rows would reach real ones.
+        """
+        self._check_causal()
         return self._decoder.get_input_embeddings()(tokens)  # type: ignore[no-any-return]
 
     def new_cache(self, rows: int, requests: int = 1) -> Any:
-        """A cache with room for ``rows`` tokens: a scratch cache. The prompts of all requests lie in one row of
-        tokens."""
+        """A cache with room for ``rows`` tokens: a scratch cache. The prompts of all requests lie in one row of tokens."""
         cache = names.new_cache(self._config)
         self._blocks[cache] = self._block(rows).zero_()
         self._attach(cache, self._blocks[cache])
         return cache
+
+    def part(self, cache: Any, rows: int) -> Any:
+        """The first ``rows`` rows of a scratch cache, as one."""
+        part = names.new_cache(self._config)
+        self._blocks[part] = self._blocks[cache].narrow(4, 0, rows)
+        self._attach(part, self._blocks[part])
+        return part
 
     def new_session(self, rows: int) -> Any:
         """A fresh session; it grows, so ``rows`` doesn't matter."""
@@ -125,8 +136,7 @@ class ModelTrunk:
         if strange is not None or len(session.layers) not in (0, len(self._decoder.layers)):
             what = f"{len(session.layers)} layers" if strange is None else f"layers of type {type(strange).__name__}"
             raise InputError(
-                f"a session with {what} is of another model: {type(self.model).__name__} has "
-                f"{len(self._decoder.layers)} "
+                f"a session with {what} is of another model: {type(self.model).__name__} has {len(self._decoder.layers)} "
                 "layers of full attention. Give a fresh DynamicCache(config=model.config)"
             )
         self._blocks[session] = self._block(n)
@@ -164,8 +174,7 @@ class ModelTrunk:
         own = [config._attn_implementation for config in self._configs]
         if own[0] not in _OWN:
             raise UsageError(
-                f"{type(self.model).__name__} computes attention by {own[0]!r}, which a prime graph can't give packed "
-                "or "
+                f"{type(self.model).__name__} computes attention by {own[0]!r}, which a prime graph can't give packed or "
                 f"causal rows without reading the host. Use one of {_OWN}: model.set_attn_implementation('sdpa')"
             )
         mask = None
@@ -187,15 +196,32 @@ class ModelTrunk:
             for config, name in zip(self._configs, own, strict=True):
                 config._attn_implementation = name
 
+    def _check_causal(self) -> None:
+        where = not_causal(self._decoder)
+        if where is not None:
+            raise UsageError(
+                f"{type(self.model).__name__}: {where} is False, and a prime graph relies on causal attention to keep its "
+                'padded rows from the real ones. Use strategy="breakable"'
+            )
+
     def _check_layers(self) -> None:
         growing = names.growing_layers()[0]
         strange = next((layer for layer in names.new_cache(self._config).layers if type(layer) is not growing), None)
         if strange is not None:
             raise UsageError(
-                f"{type(self.model).__name__} has layers whose cache is a {type(strange).__name__}: it forgets "
-                "tokens, and a "
+                f"{type(self.model).__name__} has layers whose cache is a {type(strange).__name__}: it forgets tokens, and a "
                 'prime graph fills caches that keep them all. Use strategy="breakable"'
             )
+
+
+def not_causal(decoder: Any) -> str | None:
+    """What says that attention isn't causal; None where all of it is."""
+    if not getattr(decoder.config, "is_causal", True):
+        return "config.is_causal"
+    for layer in decoder.layers:
+        if not getattr(layer.self_attn, "is_causal", True):
+            return f"layers.{layer.self_attn.layer_idx}.self_attn.is_causal"
+    return None
 
 
 def _attend(
