@@ -1,4 +1,4 @@
-"""A runner's numbers for Prometheus. Needs ``prometheus-client``, which segue does not install."""
+"""A runner's numbers for Prometheus. Needs the extra ``segue-graphs[prometheus]``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunnerCollector:
         try:
             core = importlib.import_module("prometheus_client.core")
         except ImportError as e:
-            raise UsageError(f"RunnerCollector needs prometheus-client ({e}): pip install prometheus-client") from e
+            raise UsageError(f"RunnerCollector needs prometheus-client ({e}): pip install 'segue-graphs[prometheus]'") from e
         self._core: Any = core
         self._runners = runners
 
