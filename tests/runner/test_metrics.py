@@ -30,5 +30,5 @@ def test_a_collector_gives_every_number_of_a_runner(make, model):
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
-    with pytest.raises(UsageError, match="pip install prometheus-client"):
+    with pytest.raises(UsageError, match=r"segue-graphs\[prometheus\]"):
         RunnerCollector()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from segue import devices
+from segue import _switch, devices
 from segue.capture import active_forward, current_forward_ctx
 from segue.capture.state import state as thread
 from segue.capture.structure import take_apart
@@ -123,7 +122,7 @@ class GraphRunner:
         if memory_budget is not None:
             self.budget = MemoryBudget(options.whole_number("memory_budget", memory_budget, 1, " of bytes"))
         self.summary: CaptureSummary | None = None
-        self.module, self.off = Module(fn), os.environ.get("SEGUE", "").lower() == "off"
+        self.module, self.off = Module(fn), _switch.off()
         self.admission = Admission(
             self.ladder, self.request_ladder, max_padding, tuple(s.name for s in self.strategies)
         )
