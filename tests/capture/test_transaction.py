@@ -102,6 +102,15 @@ def test_a_failed_capture_leaves_earlier_and_later_captures_and_random_numbers_w
     failed.close()
 
 
+def test_an_error_of_a_break_carries_bucket_segment_function_and_line(device: Device) -> None:
+    x = torch.ones(4, device=device.torch_device)
+    with pytest.raises(ValueError, match="own error") as caught, segue.BreakableCapture(device=device, name="bucket 4"):
+        fails(plus_one(x))
+    note = " ".join(caught.value.__notes__)
+    for part in ("bucket 4, after segment 1", "break fails", "test_transaction.py"):
+        assert part in note
+
+
 def test_the_garbage_collector_stays_off_if_it_was_off(device: Device) -> None:
     gc.disable()
     try:

@@ -221,6 +221,8 @@ class BreakableCapture:
             self._steps.append(step)
             self._begin()
         except BaseException as e:
+            if not isinstance(e, SegueError):
+                e.add_note(where)
             self._error = self._error or e
             self._abandon()
             state.phase = None
