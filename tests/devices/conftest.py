@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from segue import _where
+from segue import _torch, _where
 from segue.devices import Device, Pool, Recording, Segment, resolve
 
 _where._SKIPPED = (*_where._SKIPPED, __file__)  # the mode below stands for one of segue's own
@@ -19,18 +18,10 @@ _CUDA = pytest.param(
 )
 
 
-class Passing(TorchDispatchMode):
+class Passing(_torch.WatchingMode):
     """Hands every op to a recording, as the capture's own mode does."""
 
     recording: Recording
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return self.recording.run(func, args, kwargs or {})

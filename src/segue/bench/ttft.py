@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from segue.bench import clock
+from segue.bench import clock, decoder
 from segue.devices import Device
 from segue.integrations.transformers import accelerate, names
 
@@ -21,15 +21,9 @@ LENGTHS = (16, 128, 512, 2048)
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A decoder's size. The default is Qwen3-0.6B's."""
+class Shape(decoder.Shape):
+    """A language model's size. The default is Qwen3-0.6B's."""
 
-    layers: int = 28
-    hidden: int = 1024
-    heads: int = 16
-    kv_heads: int = 8
-    head_dim: int = 128
-    intermediate: int = 3072
     vocabulary: int = 151936
 
     def model(self, dtype: torch.dtype, device: torch.device) -> Any:

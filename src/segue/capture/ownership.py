@@ -100,10 +100,12 @@ class Ownership:
             ReplayError: something was re-pointed, resized or freed; names it and the line that reads it.
         """
         try:
-            if not _torch.pointers_are(self._tensors(), self._pointers, self._indices):
-                raise self._moved()
-        except (KeyError, IndexError, TypeError):
-            raise self._moved() from None
+            there = _torch.pointers_are(self._tensors(), self._pointers, self._indices)
+        except (KeyError, IndexError, TypeError, RuntimeError):  # something is gone, or no tensor any more
+            held = [place.get() for place, _ in self._items]
+            there = list(map(_pointer, [*held, *self._loose])) == self._pointers
+        if not there:
+            raise self._moved()
         if self._tables != self._snapshots:
             _check_links(self._links)
             self._snapshots = [dict(table) for table in self._tables]

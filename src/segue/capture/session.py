@@ -17,7 +17,7 @@ from segue.capture.guards import one_capture, still, tuned_kernel, uninterrupted
 from segue.capture.ownership import Ownership
 from segue.capture.program import Program, Step, row_count
 from segue.capture.state import state
-from segue.capture.watch import External, OnWrite, Watch
+from segue.capture.watch import External, Watch
 from segue.devices import Device, Pool, Recording, Segment
 from segue.errors import CaptureError, GraphMemoryError, ReplayError, SegueError, UsageError
 
@@ -41,7 +41,6 @@ class BreakableCapture:
         name: what errors call this capture.
         root: the function being captured; what segments read is looked for in what it reaches, so that errors can name it
             and a parameter that is given other memory is noticed.
-        on_write: called with each external tensor before the first op of a segment that writes it is recorded.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class BreakableCapture:
         valid_rows: int | None = None,
         name: str | None = None,
         root: Any = None,
-        on_write: OnWrite | None = None,
     ) -> None:
         rows = None if rows is None else row_count(rows, "BreakableCapture: rows")
         valid_rows = None if valid_rows is None else row_count(valid_rows, "BreakableCapture: valid_rows")
@@ -69,7 +67,7 @@ class BreakableCapture:
         self._steps: list[Step] = []
         self._graphs: list[Segment] = []
         self._root = root
-        self._watch = Watch(self.pool, self.name, on_write)
+        self._watch = Watch(self.pool, self.name)
         self._at_end: list[Callable[[], object]] = []
         self._recording: Recording | None = None
         self._program: Program | None = None

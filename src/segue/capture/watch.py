@@ -1,7 +1,8 @@
 """The one dispatch mode of a capture, on every device: it sees each op before it is recorded.
 
 It keeps alive what the graph reads and did not make (CUDA graphs bake addresses and own nothing), notes what is written, and
-refuses what training would need. The idea of watching dispatched ops during CUDA capture: FIELD.md.
+refuses what training would need. A dispatch mode works while CUDA records; one that calls itself infrastructure leaves compiled
+code compiled.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from segue import _torch, _where
 from segue.devices import Pool, Recording
 from segue.errors import CaptureError
 
-OnWrite = Callable[[Tensor], None]
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 Observer = Callable[[Run, Any, tuple[Any, ...], dict[str, Any]], Any]  # calls the first, and returns what that does
 
@@ -63,7 +63,7 @@ _makers: weakref.WeakKeyDictionary[Pool, dict[int, tuple[int, str]]] = weakref.W
 class Watch(_torch.WatchingMode):
     """Observes the ops of all segments of one capture and passes them to the recording under way."""
 
-    def __init__(self, pool: Pool, name: str, on_write: OnWrite | None) -> None:
+    def __init__(self, pool: Pool, name: str) -> None:
         super().__init__()
         self._name = name
         self._made: set[int] = set()  # addresses of pool blocks that this capture has written or was seen to allocate
@@ -71,7 +71,7 @@ class Watch(_torch.WatchingMode):
         self.externals: dict[int, External] = {}  # by storage
         self.recording: Recording | None = None
         self.error: BaseException | None = None  # the first refusal, even if the forward swallowed it
-        self.pool, self._on_write = pool, on_write
+        self.pool = pool
         self._observer = _observing.observer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -173,8 +173,6 @@ class Watch(_torch.WatchingMode):
                 external = self.externals.get(_torch.storage_key(t))
                 if external is not None and not external.written:
                     external.written = True
-                    if self._on_write is not None:
-                        self._on_write(external.tensor)
 
 
 def _inside(address: int, blocks: list[tuple[int, int]]) -> bool:

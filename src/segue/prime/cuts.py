@@ -1,7 +1,7 @@
 """Where a whole graph is cut into a few segments, so that the device starts while the rest is being submitted.
 
 A graph of 1,500 nodes keeps the GPU idle for 0.5 to 1.2 ms while it is launched; each cut costs it about 10 us. A few
-segments that grow are best, and which few depends on model, bucket and host (measured: FIELD.md).
+segments that grow are best, and which few depends on model, bucket and host.
 """
 
 from __future__ import annotations
