@@ -149,6 +149,31 @@ def test_autocasts_weight_cache_does_not_freeze_a_weight(device: Device) -> None
     assert out.float().tolist() == [[12.0] * 4] * 2
 
 
+def test_a_cast_that_autocast_keeps_in_one_segment_is_made_anew_in_the_next(device: Device) -> None:
+    place = device.torch_device
+    with torch.inference_mode(False):
+        w = torch.ones(4, 4, device=place, requires_grad=True)
+    x = torch.ones(2, 4, device=place)
+
+    @segue.break_point
+    def grow(y: Tensor) -> Tensor:
+        w.mul_(3)
+        return y
+
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(place.type, dtype=torch.bfloat16):
+        with segue.BreakableCapture(device=device) as capture:
+            first = torch.nn.functional.linear(x, w)
+            twice = torch.nn.functional.linear(x, w)  # from the cache
+            out = torch.nn.functional.linear(grow(first) + twice, w)
+        assert out.float().tolist() == [[8.0 * 4 * 3] * 4] * 2
+        capture.pool.poison()
+        capture.replay()
+        assert out.float().tolist() == [[24.0 * 4 * 9] * 4] * 2
+        assert torch.nn.functional.linear(x, w).float().tolist() == [[36.0] * 4] * 2
+        capture.pool.poison()
+        assert torch.nn.functional.linear(x, w).float().tolist() == [[36.0] * 4] * 2
+
+
 def test_a_replay_under_another_autocast_than_the_captures_is_refused(device: Device) -> None:
     x = torch.ones(2, 4, device=device.torch_device)
     capture = segue.BreakableCapture(device=device, name="bucket 2")

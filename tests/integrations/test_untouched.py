@@ -34,7 +34,7 @@ def test_more_tokens_than_the_largest_bucket_run_untouched_and_are_counted(
         ({"output_hidden_states": True}, "output_hidden_states was asked for"),
         ({"output_attentions": True}, "output_attentions was asked for"),
         ({"is_causal": False}, "the argument is_causal"),
-        ({"attention_mask": torch.ones(1, 1, 6)}, "neither [batch, tokens]"),
+        ({"attention_mask": torch.ones(1, 6, 6, dtype=torch.bool)}, "neither [batch, tokens]"),
     ],
 )
 def test_requests_about_the_inside_run_untouched(

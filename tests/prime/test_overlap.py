@@ -58,9 +58,10 @@ def test_sessions_that_are_slots_of_one_tensor_are_served(device: Device, dense_
     sessions = [dense.DenseCache(whole[i] if slots == "kv[i]" else whole[:, i]) for i in range(2)]
     with segue.PrimeGraph(dense_trunk, 16, requests=2, device=device) as prime:
         prime.run([prompt(4, device), prompt(5, device)], sessions)
-        alone = dense_trunk.new_cache(16)
-        prime.run(prompt(5, device), alone)
-    assert torch.equal(sessions[1].kv[..., :5, :], alone.kv[..., :5, :])
+        apart = [dense_trunk.new_cache(16) for _ in sessions]
+        prime.run([prompt(4, device), prompt(5, device)], apart)
+    for n, session, own in zip((4, 5), sessions, apart, strict=True):
+        assert torch.equal(session.kv[..., :n, :], own.kv[..., :n, :]) and own.kv[..., :n, :].any()
 
 
 def test_sessions_that_share_memory_are_refused_and_left_as_they_were(device: Device, dense_trunk: dense.Dense) -> None:

@@ -55,7 +55,7 @@ def kernels(run: Callable[[], object], times: int = 3) -> float | None:
 
     run()
     synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as seen:
         for _ in range(times):
             run()
         synchronize()

@@ -16,21 +16,22 @@ one_capture = threading.Lock()  # compile stance, gc and "capturing" are process
 
 @contextmanager
 def still() -> Iterator[None]:
-    """Hold off the garbage collector and autocast's weight cache.
-
-    A collection can destroy another graph, which CUDA refuses while one is recorded (pytorch#161037). A cached cast of a
-    weight would be recorded once and read by later graphs after its memory has gone (pytorch#71631).
-    """
-    collecting, caching = gc.isenabled(), torch.is_autocast_cache_enabled()
+    """Hold off the garbage collector: a collection can destroy another graph, which CUDA refuses while one is recorded
+    (pytorch#161037)."""
+    collecting = gc.isenabled()
     gc.disable()
-    torch.set_autocast_cache_enabled(False)
-    torch.clear_autocast_cache()
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(caching)
         if collecting:
             gc.enable()
+
+
+def forget_casts() -> None:
+    """Between segments: a weight that autocast cast in one, and kept, would be read by later graphs when its memory has gone
+    (pytorch#71631). Turning the cache off would do as well, but compiled code guards on it and would compile anew.
+    """
+    torch.clear_autocast_cache()
 
 
 @contextmanager

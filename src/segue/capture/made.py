@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +14,14 @@ from segue import _torch
 
 
 class Made(_torch.WatchingMode):
-    """Collects where the ops of a forward put what they make. What it was given, it did not make, even if it wrote it."""
+    """Collects where the ops of a forward put what they make. What it was given, it did not make, even if it wrote it.
+
+    Memory counts as made for as long as it lives: afterwards its address may be that of something a break allocates.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._addresses: set[int] = set()
+        self._storages: dict[int, weakref.ref[Any]] = {}  # by address
         self._on = True
 
     @contextmanager
@@ -35,18 +39,22 @@ class Made(_torch.WatchingMode):
                 self.__enter__()  # type: ignore[no-untyped-call]
 
     def has(self, t: Tensor) -> bool:
-        """Whether ``t`` lies in memory that was made since. What lived before can't have been allocated since."""
-        return _address(t) in self._addresses
+        """Whether ``t`` lies in memory that was made since, and not in a break."""
+        return self._lives(_address(t))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self._on:
             return result
-        made = [a for t in _tensors((result,)) if (a := _address(t)) not in self._addresses]
+        made = [(a, t) for t in _tensors((result,)) if (a := _address(t)) and not self._lives(a)]
         if made:
             given = {_address(t) for t in _tensors((*args, *(kwargs or {}).values()))}
-            self._addresses.update(a for a in made if a and a not in given)
+            self._storages.update((a, weakref.ref(t.untyped_storage())) for a, t in made if a not in given)
         return result
+
+    def _lives(self, address: int) -> bool:
+        storage = self._storages.get(address)
+        return storage is not None and storage() is not None
 
 
 def _tensors(values: tuple[Any, ...]) -> list[Tensor]:

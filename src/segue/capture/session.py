@@ -13,7 +13,7 @@ import torch
 
 from segue import _where, devices
 from segue.capture.breaks import Break, BreakSpec
-from segue.capture.guards import one_capture, still, tuned_kernel, uninterrupted
+from segue.capture.guards import forget_casts, one_capture, still, tuned_kernel, uninterrupted
 from segue.capture.ownership import Ownership
 from segue.capture.program import Program, Step, row_count
 from segue.capture.state import state
@@ -274,6 +274,7 @@ class BreakableCapture:
         return Program(self._steps, ownership, self.pool, self.rows, self.name)
 
     def _begin(self) -> None:
+        forget_casts()
         with uninterrupted():
             recording = self.device.begin(self.pool)
             recording.reenter = self._watch
@@ -307,6 +308,7 @@ class BreakableCapture:
             self._watch.recording = None
             state.phase = None
             self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            forget_casts()
 
     def _named(self, error: BaseException) -> CaptureError | None:
         """A better error for one whose own text doesn't say what a capture has to do with it."""

@@ -57,6 +57,7 @@ def observing(observer: Observer) -> Iterator[None]:
         _observing.observer = before
 
 
+_CAST = torch.ops.aten._to_copy.default  # to fill its cache autocast turns grad mode on; whoever uses the copy is seen by itself
 _makers: weakref.WeakKeyDictionary[Pool, dict[int, tuple[int, str]]] = weakref.WeakKeyDictionary()
 
 
@@ -103,7 +104,7 @@ class Watch(_torch.WatchingMode):
             raise
 
     def _see(self, t: Tensor, func: Any) -> None:
-        if t.requires_grad and torch.is_grad_enabled():
+        if t.requires_grad and torch.is_grad_enabled() and func is not _CAST:
             raise CaptureError(
                 f"{func} at {_where.caller()} has an operand that requires grad while grad mode is on; a graph records no "
                 "autograd. Capture and replay under torch.inference_mode()."

@@ -26,6 +26,7 @@ _SEEN_THROUGH = (  # frames between an op and whoever asked for it
     os.path.join(_SEGUE, "devices") + os.sep,
     os.path.join(_SEGUE, "capture", "watch.py"),
 )
+_PROGRAM = os.path.join(_SEGUE, "capture", "program.py")
 EMPTY = {
     "aten::empty.memory_format", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted", "aten::new_empty",
     "aten::new_empty_strided",
@@ -136,6 +137,8 @@ class Trace(_torch.WatchingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if any(getattr(t, "__torch_dispatch__", _subclass_free) is not _subclass_free for t in types):
             return NotImplemented
+        if _is_launch():  # torch sets the generators that the graph reads
+            return func(*args, **(kwargs or {}))
         return self._log(self._run, func, args, kwargs or {})
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,6 +191,15 @@ def _has_storage(t: Tensor) -> bool:
 
 
 def _is_ours() -> bool:
+    return _asker().startswith(_SEGUE)
+
+
+def _is_launch() -> bool:
+    return _asker() == _PROGRAM
+
+
+def _asker() -> str:
+    """The file of whoever asked for the op that is being seen."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -196,6 +208,6 @@ def _is_ours() -> bool:
             and not name.startswith("<frozen ")
             and not name.endswith("contextlib.py")
         ):
-            return name.startswith(_SEGUE)
+            return name
         frame = frame.f_back
-    return False
+    return ""
