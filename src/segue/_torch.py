@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -89,17 +90,6 @@ def storage_span(t: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-_pointers_equal: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # in CUDA builds
-_data_ptr = Tensor.data_ptr
-
-
-def pointers_are(tensors: list[Tensor], pointers: list[int], indices: list[int]) -> bool:
-    """Whether ``tensors`` lie at ``pointers``. ``indices``: 0, 1, ..., as torch wants them and made once."""
-    if _pointers_equal is not None:
-        return bool(_pointers_equal(tensors, pointers, indices))
-    return list(map(_data_ptr, tensors)) == pointers
-
-
 def inference_guard(enabled: bool) -> Any:
     """``torch.inference_mode`` without its Python frames: a context manager, in force from its making on."""
     return _inference_guard(enabled)
@@ -154,6 +144,40 @@ def graph_launcher(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     return graph.replay if replay is None else replay.__get__(graph)
 
 
+def plain_launcher(graph: torch.cuda.CUDAGraph, device: int) -> tuple[Callable[[], None], Callable[[], None]] | None:
+    """``cudaGraphLaunch`` on the current stream with nothing around it, and what forbids it, for when the graph is destroyed.
+
+    Only for a graph that draws no random numbers, since torch's own replay sets the generators, and only while ``device`` is
+    the current one. None where cuda-bindings isn't installed.
+    """
+    runtime = _cuda_runtime()
+    if runtime is None:
+        return None
+    launch, fine, stream = runtime.cudaGraphLaunch, runtime.cudaError_t.cudaSuccess, raw_stream
+    handle = runtime.cudaGraphExec_t(int(graph.raw_cuda_graph_exec()))
+
+    def run(_keeps: object = graph) -> None:
+        (error,) = launch(handle, stream(device))
+        if error is not fine:
+            runtime.cudaGetLastError()  # or the next kernel of torch's would be blamed
+            raise torch.AcceleratorError(f"CUDA error: {getattr(error, 'name', error)}, when a graph was launched")
+
+    def gone(*_: Any) -> tuple[Any]:
+        raise RuntimeError("a graph was launched after it had been destroyed")
+
+    def forbid() -> None:
+        nonlocal launch
+        launch = gone
+
+    return run, forbid
+
+
+def random_state(device: int) -> tuple[int, int]:
+    """Seed and offset of the device's default generator: a graph that draws random numbers moves it when it is launched."""
+    generator = torch.cuda.default_generators[device]
+    return generator.initial_seed(), generator.get_offset()
+
+
 def abandon_graph(graph: torch.cuda.CUDAGraph) -> None:
     """End a stream capture that went wrong, on the current stream. Never raises.
 
@@ -174,9 +198,17 @@ def abandon_graph(graph: torch.cuda.CUDAGraph) -> None:
         graph.reset()
 
 
-def _end_raw_capture() -> Any:
-    from cuda.bindings import runtime
+@functools.cache
+def _cuda_runtime() -> Any:
+    """cuda-bindings, which comes with torch on Linux; None without it. An import statement takes 100 us each time."""
+    try:
+        return importlib.import_module("cuda.bindings.runtime")
+    except ImportError:
+        return None
 
+
+def _end_raw_capture() -> Any:
+    runtime = _cuda_runtime()
     stream = runtime.cudaStream_t(raw_stream(current_device()))
     runtime.cudaStreamEndCapture(stream)
     runtime.cudaGetLastError()
@@ -184,9 +216,7 @@ def _end_raw_capture() -> Any:
 
 
 def _replace_invalid_capture() -> None:
-    from cuda.bindings import runtime
-
-    stream = _end_raw_capture()
+    stream, runtime = _end_raw_capture(), _cuda_runtime()
     runtime.cudaStreamBeginCapture(stream, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
 
 
@@ -223,14 +253,13 @@ def allocator_mark(device: int) -> tuple[int, int]:
     return int(stats["num_device_alloc"]), int(stats["reserved_bytes"]["all"]["current"])
 
 
-def raw_stream(device: int) -> int:
-    """Handle of the current stream, without making a stream object."""
-    return int(torch._C._cuda_getCurrentRawStream(device))
+def _no_cuda(*_: Any) -> int:
+    raise RuntimeError("this torch is built without CUDA")
 
 
-def current_device() -> int:
-    """Index of the current CUDA device."""
-    return int(torch._C._cuda_getDevice())
+# Handle of a device's current stream, without making a stream object; and the index of the current device. In CUDA builds.
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _no_cuda)
 
 
 def stream_is_capturing(stream: torch.cuda.Stream) -> bool:
@@ -245,9 +274,8 @@ def private_stream(device: torch.device) -> torch.cuda.Stream:
     torch's own streams come round-robin from a pool of 32, so a user's side stream would sooner or later be this one.
     """
     with torch.cuda.device(device):
-        try:
-            from cuda.bindings import runtime
-        except ImportError:
+        runtime = _cuda_runtime()
+        if runtime is None:
             return torch.cuda.Stream(device)
         error, handle = runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)
         if int(error) != 0:
@@ -256,9 +284,8 @@ def private_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _node_count(graph: torch.cuda.CUDAGraph) -> int | None:
-    try:
-        from cuda.bindings import runtime
-    except ImportError:
+    runtime = _cuda_runtime()
+    if runtime is None:
         return None
     found = runtime.cudaGraphGetNodes(graph.raw_cuda_graph())
     return int(found[-1]) if int(found[0]) == 0 else None
@@ -335,6 +362,9 @@ def dispatch_modes_off() -> Any:
 def autocast_state(device: str) -> torch.dtype | None:
     """What autocast casts to on devices of this type; None where it is off."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # for some type of device
 
 
 def autocast_off() -> Any:

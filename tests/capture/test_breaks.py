@@ -425,3 +425,57 @@ def test_methods_and_modules_may_be_breaks(device: Device) -> None:
     backend.factor, attention.scale = 5.0, 1.0
     capture.replay(valid_rows=2)
     assert out.tolist() == [6.0, 6.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize("gives", ["cut", "whole", "whole, laid out otherwise", "cut or whole"])
+def test_a_hand_off_holds_the_rows_and_nothing_after_them_at_every_length(
+    device: Device, dim: int, dtype: torch.dtype, gives: str
+) -> None:
+    """Rows and cleared tail are copied in one go from the second time that a length is met."""
+    calls = [0]
+
+    def result(y: Tensor) -> Tensor:
+        calls[0] += 1
+        whole = "whole" in gives and (gives != "cut or whole" or calls[0] % 2 == 0)
+        y = y if whole else y.narrow(dim, 0, segue.current_valid_rows())
+        return (y.mT.contiguous().mT if "otherwise" in gives else y) + 1
+
+    hand_on = segue.break_point(token_dim=dim)(result)
+    x = torch.zeros((6, 3) if dim == 0 else (1, 6), dtype=dtype, device=device.torch_device)
+
+    def forward() -> Tensor:
+        return hand_on(x * 2) * 3
+
+    calls[0] = 1
+    with segue.BreakableCapture(rows=6, valid_rows=6, device=device) as capture:
+        out = forward()
+    for k, n in enumerate((4, 4, 2, 4, 6, 0, 4, 1, 1, 0, 6, 2)):
+        x.copy_(torch.arange(x.numel()).view(x.shape) + k)
+        capture.pool.poison()
+        capture.replay(valid_rows=n)
+        want = (x * 2 + 1) * 3
+        want.narrow(dim, n, 6 - n).zero_()
+        assert torch.equal(out, want), (k, n)
+
+
+def test_a_break_that_gave_nothing_and_gives_something_now_is_refused(device: Device) -> None:
+    gives: list[Tensor | None] = [None]
+    x = torch.ones(4, device=device.torch_device)
+
+    @segue.break_point
+    def nothing() -> Tensor | None:
+        return gives[0]
+
+    with segue.BreakableCapture(device=device) as capture:
+        y = x * 2
+        nothing()
+        out = y * 2
+    capture.replay()
+    gives[0] = x
+    with pytest.raises(segue.SegueError, match=r"result is tensor.* and was None at capture"):
+        capture.replay()
+    gives[0] = None
+    capture.replay()
+    assert out.tolist() == [4.0] * 4

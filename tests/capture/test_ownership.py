@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +105,63 @@ def test_a_tensor_that_was_re_pointed_is_named_before_anything_is_written(
     with pytest.raises(segue.SegueError, match=name):
         capture.replay()
     assert torch.equal(out, before)
+
+
+@pytest.mark.parametrize("change", [_swap_data, _new_cache])
+def test_with_overlap_nothing_but_the_first_segment_has_run_when_something_was_re_pointed(
+    device: Device, change: Callable[[Model], None]
+) -> None:
+    """The first of the two uses layer 0, the second the cache."""
+    model = _model(device)
+    with torch.inference_mode(False):
+        x, kept = (torch.ones(2, 4, device=device.torch_device) for _ in range(2))
+    ran = []
+
+    @segue.break_point
+    def keep(y: Tensor) -> Tensor:
+        ran.append(1)
+        return kept.copy_(y)
+
+    def forward() -> Tensor:
+        return keep(model.layer[0](x)) * model.cache["k"] * 1
+
+    capture = segue.BreakableCapture(device=device, root=forward, overlap=True)
+    with capture:
+        out = forward()
+    x.fill_(2)
+    capture.replay()
+    assert torch.equal(out, model.layer[0](x) * model.cache["k"])
+    before = kept.clone()
+    with torch.inference_mode(False), torch.no_grad():
+        change(model)
+    x.fill_(5)
+    for _ in range(2):
+        with pytest.raises(segue.SegueError, match="has other memory than at capture"):
+            capture.replay()
+    assert torch.equal(kept, before) and len(ran) == 2
+
+
+def test_with_overlap_a_first_segment_that_writes_something_waits_for_the_whole_look(device: Device) -> None:
+    model = _model(device)
+    with torch.inference_mode(False):
+        x, state = (torch.ones(2, 4, device=device.torch_device) for _ in range(2))
+
+    @segue.break_point
+    def on(y: Tensor) -> Tensor:
+        return y + 1
+
+    def forward() -> Tensor:
+        state.add_(x)
+        return on(x * 2) * model.cache["k"]
+
+    capture = segue.BreakableCapture(device=device, root=forward, overlap=True)
+    with capture:
+        forward()
+    before = state.clone()
+    _new_cache(model)
+    with pytest.raises(segue.SegueError, match=r"cache\['k'\]"):
+        capture.replay()
+    assert torch.equal(state, before)
 
 
 def test_an_in_place_update_simply_works_and_unused_parameters_may_change(device: Device) -> None:
@@ -285,3 +343,26 @@ def test_a_tensor_replaced_behind_a_global_name_is_noticed(
         monkeypatch.setattr(holder, name, torch.zeros(4))
     with pytest.raises(segue.SegueError, match=name):
         capture.replay()
+
+
+def test_what_is_made_anew_at_each_look_hides_nothing(device: Device) -> None:
+    """An attribute's value that dies at once gives its id to the next one, which then seemed to be known already."""
+    behind: dict[Any, Any] = {}
+
+    class Door:
+        __slots__ = ("door",)
+
+        def __getattribute__(self, name: str) -> Any:
+            return SimpleNamespace(inner=behind[self]) if name == "door" else object.__getattribute__(self, name)
+
+    doors = [Door() for _ in range(9)]
+    behind.update((door, SimpleNamespace(w=torch.ones(4, device=device.torch_device))) for door in doors)
+    x = torch.ones(4, device=device.torch_device)
+
+    def forward() -> None:
+        for door in doors:
+            x.mul_(door.door.inner.w)
+
+    with segue.BreakableCapture(device=device, root=forward) as capture:
+        forward()
+    assert sum(name.endswith("inner.w") for name, _ in capture._program.ownership.named) == 9

@@ -222,6 +222,18 @@ def test_retiring_the_last_capture_gives_the_memory_back(lab: Lab) -> None:
     assert lab.pool.usage().reserved == 0
 
 
+def test_a_launch_that_was_kept_is_refused_once_its_graph_is_destroyed(lab: Lab) -> None:
+    x = lab.tensor(1, 2)
+    segment, _ = lab.record(lambda: x + 1)
+    lab.launch(segment)
+    kept = segment.launch
+    lab.close()
+    for launch in (kept, segment.launch):
+        with pytest.raises(Exception, match=r"closed|destroyed|captur"):
+            launch()
+    assert torch.equal(x + 1, lab.tensor(2, 3)), "what failed is forgotten"
+
+
 def test_a_pool_serves_new_captures_after_it_was_given_back(lab: Lab) -> None:
     x = lab.tensor(1, 2)
     lab.record(lambda: x + 1)

@@ -227,3 +227,19 @@ def test_threads_that_share_a_model_take_turns(make: Make, graphed: Make, ids: M
             got = list(threads.map(lambda p: model.generate(p, **_GREEDY), prompts))
             assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
     assert handle.stats.reasons == {"no bucket fits": 3}
+
+
+def test_a_cache_layer_begins_as_it_does_by_itself(make: Make, graphed: Make, ids: Make, cache_name: str) -> None:
+    """Its first use is not run each time, but what that leaves in the layer is put there."""
+    model = make("llama")
+    with torch.inference_mode():
+        want = model.base_model(ids(1, 5), use_cache=True)[cache_name]
+    graphed(model)
+    for _ in range(3):
+        with torch.inference_mode():
+            cache = model.base_model(ids(1, 5), use_cache=True)[cache_name]
+        for layer, own in zip(cache.layers, want.layers, strict=True):
+            assert type(layer) is type(own)
+            for name, value in vars(own).items():
+                mine = getattr(layer, name)
+                assert torch.allclose(mine, value, atol=1e-6) if isinstance(value, torch.Tensor) else mine == value

@@ -89,6 +89,22 @@ def test_contiguous_states_of_many_layers_and_types_take_a_handful_of_copies(mon
     assert all(bool((s.tensor[:5] == 1).all()) for s in session.values())
 
 
+def test_contiguous_states_are_fused_whatever_the_strides_of_their_sizes_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused: list[bool] = []
+
+    def looked_at(destinations: Any, sources: Any) -> None:
+        fused.extend(a.stride() == b.stride() for a, b in zip(destinations, sources, strict=True))
+        torch._foreach_copy_(destinations, sources)
+
+    monkeypatch.setattr(_torch, "foreach_copy", looked_at)
+    scratch = {name: segue.Whole(torch.randn(1, 3, 4)) for name in "ab"}
+    session = {name: segue.Whole(torch.zeros(12).as_strided((1, 3, 4), (99, 4, 1))) for name in "ab"}
+    copies = CopyOut(scratch, bucket=8, requests=1, name="g")
+    copies.copy(copies.pairs(session, 0, 0, 5))
+    assert fused == [True, True]
+    assert all(torch.equal(session[name].tensor, scratch[name].tensor) for name in "ab")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -106,6 +106,42 @@ def test_the_model_goes_on_from_the_callers_cache_as_from_its_own(device: Device
                     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_callers_cache_holds_tensors_like_those_of_an_eager_forward(device: Device, inference: bool) -> None:
+    model = build("qwen3", device, torch.bfloat16)
+    name = names.cache_name(model.forward)
+    with segue.PrimeGraph(ModelTrunk(model), BUCKET, device=device) as prime:
+        for n in (BUCKET, 7):
+            mine, own = cache_of(model), cache_of(model)
+            with torch.inference_mode(inference), torch.no_grad():
+                prime.run(prompt(n, device), mine)
+                model(prompt(n, device)[None], use_cache=True, **{name: own})
+            for a, b in zip(mine.layers, own.layers, strict=True):
+                for got, want in ((a.keys, b.keys), (a.values, b.values)):
+                    assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+                    assert got.is_inference() is want.is_inference() is inference
+                    assert not got._is_view() and not got.requires_grad
+    if not inference:
+        first, *others = [t for layer in mine.layers for t in (layer.keys, layer.values)]
+        before = [t.clone() for t in others]
+        first.zero_()  # outside no_grad too
+        assert first._version == 1 and not any(t._version for t in others)
+        assert all(map(torch.equal, others, before))
+
+
+def test_attention_that_is_no_longer_causal_is_seen_in_any_layer_before_a_run(device: Device) -> None:
+    model = build("llama", device)
+    with segue.PrimeGraph(ModelTrunk(model), BUCKET, device=device) as prime:
+        prime.run(prompt(5, device), cache_of(model))
+        attention = model.model.layers[1].self_attn
+        attention.is_causal = False
+        with pytest.raises(segue.SegueError, match=r"layers\.1\.self_attn\.is_causal is False"):
+            prime.run(prompt(5, device), cache_of(model))
+        del attention.is_causal
+        prime.run(prompt(5, device), session := cache_of(model))
+        assert session.get_seq_length() == 5
+
+
 def test_all_layers_are_copied_out_at_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama", device)
     with segue.PrimeGraph(ModelTrunk(model), BUCKET, device=device) as prime:

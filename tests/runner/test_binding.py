@@ -144,3 +144,62 @@ def test_strided_inputs_are_taken_as_they_are(make, model):
     for view in (wide[::3], wide.t()[:4].t()[:4], wide[:1].expand(5, 4)):
         for _ in range(3):
             assert close(runner(view), view * 2)
+
+
+def test_a_call_that_looks_like_an_accepted_one_but_for_one_thing_is_still_refused():
+    binder = Binder(lambda x, y: x, {"x": Input(0, 0.0), "y": Input(0, 0.0)})
+    binder.place(torch.device("cpu"))
+    x, y = torch.ones(3, 4), torch.ones(3, 2)
+    for _ in range(3):
+        binder.keep(call := binder.read((x, y), {}, None))
+        assert (call.tokens, call.requests, call.foreign) == (3, -1, False)
+    bad = {
+        "dtype torch.float64": y.double(),
+        "is on meta": y.to("meta"),
+        "layout torch.sparse_coo": y.to_sparse(),
+        "requires grad while": y.clone().requires_grad_(),
+        "must agree": y[:2],
+        "has shape": y[:, :1],
+        "is a int": 3,
+    }
+    for words, value in bad.items():
+        for _ in range(2):
+            with pytest.raises(InputError, match=words):
+                binder.read((x, value), {}, None)
+    with torch.no_grad():
+        assert binder.read((x, y.clone().requires_grad_()), {}, None).tokens == 3
+    with pytest.raises(InputError, match="requires grad while"):
+        binder.read((x, y.clone().requires_grad_()), {}, None)
+
+
+def test_what_a_call_looked_like_is_not_accepted_for_good_before_it_has_succeeded():
+    binder = Binder(lambda x: x, X)
+    binder.place(torch.device("cpu"))
+    binder.read((torch.ones(3, 4, dtype=torch.float64),), {}, None)  # and fails
+    binder.keep(binder.read((torch.ones(3, 4),), {}, None))
+    with pytest.raises(InputError, match=r"dtype torch.float64"):
+        binder.read((torch.ones(3, 4, dtype=torch.float64),), {}, None)
+
+
+def test_optional_inputs_that_are_there_and_not_are_told_apart():
+    binder = Binder(lambda x=None, y=None: x, {n: Input(0, 0.0, optional=True) for n in "xy"})
+    binder.place(torch.device("cpu"))
+    binder.keep(binder.read((torch.ones(3, 4), torch.ones(3, 4)), {}, None))
+    for _ in range(3):
+        assert [binder.read(a, {}, None).tokens for a in ((torch.ones(2, 4), None), (None, torch.ones(1, 4)))] == [2, 1]
+        with pytest.raises(InputError, match="no token-shaped input was given"):
+            binder.read((None, None), {}, None)
+
+
+def test_keyword_only_parameters_are_not_taken_by_position():
+    binder = Binder(lambda x, *, flag=False: x, X)
+    binder.place(torch.device("cpu"))
+    with pytest.raises(InputError, match="takes 1 positional arguments; the call gives 2"):
+        binder.read((torch.ones(3, 4), True), {}, None)
+
+
+def test_a_context_may_come_by_position_or_by_name():
+    binder, x, ctx = Binder(lambda x, ctx: x, X), torch.ones(3, 4), object()
+    binder.place(torch.device("cpu"))
+    for args, named in (((x, ctx), None), ((x,), ctx), ((x, None), ctx)):
+        assert binder.read(args, {}, named).ctx is ctx

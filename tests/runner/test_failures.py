@@ -9,7 +9,7 @@ import torch
 
 import segue
 from runner.rows import close
-from segue.errors import CaptureError, SegueError
+from segue.errors import CaptureError, SegueError, UsageError
 from segue.runner import Breakable, Input
 
 INPUTS = {"x": Input(0, 0.0)}
@@ -163,3 +163,30 @@ def test_a_strategy_that_takes_some_calls_is_preferred_and_counted(make, model):
     for n in (3, 3, 3, 7, 7, 7):
         assert close(runner(model.x(n)), model(model.x(n)))
     assert dict(runner.stats.strategies) == {"short": 1, "breakable": 1}
+
+
+def test_a_strategy_is_asked_at_every_call_since_it_may_look_at_more_than_the_counts(make, model):
+    class Fed(Breakable):
+        name = "fed"
+
+        def takes(self, call):
+            return call.ctx is not None
+
+    runner = make(lambda x: x * 2, {"x": Input(0, 0.0)}, strategies=[Fed(), Breakable()])
+    for ctx in (None, None, None, None, object(), object(), object(), object(), None):
+        assert close(runner(model.x(3), ctx=ctx), model.x(3) * 2)
+    assert dict(runner.stats.strategies) == {"breakable": 3, "fed": 2}
+
+
+def test_a_given_decision_is_kept_to_though_calls_like_this_one_went_elsewhere(make, model):
+    runner = make(model)
+    for _ in range(4):
+        runner(model.x(3))
+    wider = runner.admit(7)
+    for _ in range(3):
+        assert close(runner(model.x(3), decision=wider), model(model.x(3)))
+    assert runner.stats.buckets == (4, 8)
+    runner(model.x(3))
+    assert runner.stats.padding_share == (5 * 1 + 3 * 5) / (5 * 4 + 3 * 8), "nor do later calls go where that one was sent"
+    with pytest.raises(UsageError, match=r"take decisions from runner\.admit"):
+        runner(model.x(3), decision=4)

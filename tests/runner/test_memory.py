@@ -95,3 +95,25 @@ def test_after_a_lazy_bucket_was_dropped_over_the_budget_the_reason_says_so(devi
         torch.testing.assert_close(runner(model.x(1000)), hungry(model.x(1000)))
     assert not runner.stats.buckets and dict(runner.stats.reasons) == {"memory_budget": 2}
     assert "eager, memory_budget: the largest bucket is 1024; left out: 1024" in runner.explain(1000)
+
+
+def test_calls_of_a_bucket_that_is_left_out_later_go_to_the_next_though_they_went_there_before(device, model):
+    runner = runner_of(device, memory_budget=1024 * MIB)
+    for _ in range(4):
+        runner(model.x(3))
+    assert runner.stats.buckets == (8,) and runner.stats.replayed == 2
+    runner.over_budget(8, Cost(2048 * MIB, 0))
+    assert close(runner(model.x(3)), hungry(model.x(3)))
+    assert runner.stats.warmed == 2 and runner.stats.replayed == 2
+
+
+def test_calls_of_a_graph_that_was_dropped_do_without_it_though_they_went_there_before(device, model):
+    runner = runner_of(device, memory_budget=1024 * MIB)
+    for _ in range(4):
+        runner(model.x(3))
+    buckets = runner._buckets
+    assert buckets is not None
+    buckets.drop(buckets.plans)
+    for _ in range(3):
+        assert close(runner(model.x(3)), hungry(model.x(3)))
+    assert runner.stats.captured == 2

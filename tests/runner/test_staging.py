@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from segue.runner import staging
 from segue.runner.inputs import Input, Leaf, Spec
 from segue.runner.staging import Buffer, Stage
 
@@ -124,6 +125,76 @@ def test_buffers_can_be_filled_in_and_outside_inference_mode():
         with torch.inference_mode(inside):
             stage.fill([torch.ones(3, 2)], 3, -1)
     assert not stage.static[0].is_inference()
+
+
+lengths = st.sampled_from([0, 2, 2, 5, 8])  # few, so that many calls are like the one before
+fills = st.tuples(st.sampled_from(["fill", "fill", "fill", "fail"]), st.sampled_from(["x", "all", "wide"]), lengths)
+writes = st.tuples(st.just("write"), st.sampled_from(["x", "y", "ids", "edge"]), st.just(0))
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(fills | writes, max_size=12), st.booleans())
+def test_calls_like_the_last_one_leave_the_same_whoever_was_there_between(history, inference):
+    pads = {"x": -7.0, "y": 3.0, "ids": -1}
+    made = {
+        "x": buffer(Input(0, pads["x"]), torch.zeros(1, 2)),
+        "y": buffer(Input(0, pads["y"]), torch.zeros(1, 2)),
+        "ids": buffer(Input(0, pads["ids"]), torch.zeros(1, dtype=torch.int64)),
+    }
+    x, y, ids = made.values()
+    made["edge"] = edge = buffer(Input(0, "edge"), torch.zeros(1, dtype=torch.int32))
+    stages = {
+        "x": Stage([x, None, None, None], 8, -1),
+        "all": Stage([x, y, ids, None], 8, -1),
+        "wide": Stage([x, y, ids, edge], 16, -1),
+    }
+    with torch.inference_mode(inference):
+        for i, (what, who, n) in enumerate(history, 1):
+            if what == "write":
+                made[who].flat.fill_(50)  # by a break
+                continue
+            stage = stages[who]
+            rows = [torch.full((n, 2), 100.0 + i), torch.full((n, 2), -100.0 - i), torch.full((n,), i), torch.arange(n).int() + i]
+            given = [t if view is not None else None for t, view in zip(rows, stage.static, strict=True)]
+            if what == "fail":  # in the middle: x or y has been written by then
+                bad = 0 if who == "x" else 1
+                given[bad] = torch.ones(n + 1, 3)
+                with pytest.raises(RuntimeError):
+                    stage.fill(given, n, -1)
+                continue
+            stage.fill(given, n, -1)
+            for t, view, pad in zip(given, stage.static, (*pads.values(), None), strict=True):
+                if view is not None:
+                    tail = pad if pad is not None else int(t[-1]) if n else 0
+                    assert torch.equal(view[:n], t) and view[n:].eq(tail).all()
+
+
+def test_a_segment_that_writes_into_a_buffer_leaves_no_call_like_the_last_one():
+    b = buffer(Input(0, 0), torch.zeros(1, 2))
+    stage = Stage([b], 8, -1)
+    stage.fill([torch.ones(3, 2)], 3, -1)
+    stage.wrote([b.flat])
+    for _ in range(2):
+        b.flat.data[:] = 5  # as a graph does, without a trace in the version
+        stage.fill([torch.ones(3, 2)], 3, -1)
+        assert stage.static[0][3:].eq(0).all()
+
+
+def test_a_fill_that_failed_half_way_is_known_to_all_stages_of_its_buffers():
+    b, other = buffer(Input(0, 0), torch.zeros(1, 2)), buffer(Input(0, 0), torch.zeros(1, 2))
+    short, long = Stage([b, other], 8, -1), Stage([b, other], 16, -1)
+    short.fill([torch.ones(3, 2)] * 2, 3, -1)
+    written = b.flat.data  # the half that was done shows in no version, as in a kernel that the device gave up
+
+    def copy(destinations, sources):
+        written[: len(written) // 2] = 9
+        raise RuntimeError("out of memory")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+        patch.setattr(staging, "_fused_copy", copy)
+        long.fill([torch.ones(8, 2)] * 2, 8, -1)
+    short.fill([torch.ones(3, 2)] * 2, 3, -1)
+    assert short.static[0][:3].eq(1).all() and short.static[0][3:].eq(0).all()
 
 
 @pytest.mark.cuda

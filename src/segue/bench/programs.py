@@ -117,9 +117,9 @@ def loop(calls: list[Run]) -> Run:
 
 def bare_loops(capture: BreakableCapture) -> dict[str, Run]:
     """The graphs of a capture launched with nothing between: as torch offers it, and past torch's Python method."""
-    launchers: list[Any] = [graph.launch for graph in capture._graphs]
-    loops = {"bare, launched as segue does": loop(launchers)}
-    graphs = [getattr(launch, "__self__", None) for launch in launchers]
+    segments: list[Any] = capture._graphs
+    loops = {"bare, launched as segue does": loop([segment.launch for segment in segments])}
+    graphs = [getattr(segment, "graph", None) for segment in segments]
     if all(isinstance(graph, torch.cuda.CUDAGraph) for graph in graphs):
         loops = {"bare, CUDAGraph.replay": loop([graph.replay for graph in graphs if graph is not None]), **loops}
     return loops

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from segue.bench import clock, decoder
 from segue.devices import Device
 from segue.integrations.transformers import accelerate, names
+from segue.integrations.transformers.beginning import begin_layer
 
 LENGTHS = (16, 128, 512, 2048)
 
@@ -60,10 +62,10 @@ def measure(
     times: int = 20,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Result:
-    """Capture the default ladder up to the longest of ``lengths`` and measure at each of them."""
+    """Capture the default ladder up to the longest of ``lengths``, breakable and with prime, and measure at each of them."""
     shape = shape or Shape()
-    model = shape.model(dtype, device.torch_device)
-    with accelerate(model, max_tokens=max(lengths), strategy="breakable", device=device) as graphed:
+    model = shape.model(dtype, device.torch_device).requires_grad_(False)
+    with accelerate(model, max_tokens=max(lengths), device=device) as graphed:
         start = time.perf_counter()
         graphed.capture()
         clock.synchronize()
@@ -90,32 +92,60 @@ def _row(graphed: Any, n: int, times: int) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(n)
     ids = torch.randint(0, model.config.vocab_size, (1, n), generator=draw).to(model.device)
     name = names.cache_name(model.forward)
+    caches = [names.new_cache(model.config) for _ in range(3 * times + 80)]  # generate() too makes them before its forwards
 
     def forward() -> Any:
         with torch.inference_mode():
-            return model(ids, use_cache=True, logits_to_keep=1, **{name: names.new_cache(model.config)})
+            return model(ids, use_cache=True, logits_to_keep=1, **{name: caches.pop()})
 
     def eager() -> Any:
         with graphed.untouched():
             return forward()
 
+    def breakable() -> Any:
+        with _without_prime(graphed):
+            return forward()
+
     before = graphed.stats
-    taken = clock.interleaved({"eager": eager, "segue": forward}, times)
+    taken = clock.interleaved({"eager": eager, "segue": forward, "breakable": breakable}, times)
     after = graphed.stats
     busy = clock.kernels(eager)
     same, off = _compare(graphed, ids)
+    with _without_prime(graphed):
+        same = _compare(graphed, ids)[0] and same
+    served = {name: count - before.strategies.get(name, 0) for name, count in after.strategies.items()}
+    host = clock.host(forward, times=20, batch=1), clock.host(breakable, times=20, batch=1)
+    graphed._here.run = lambda x, *_, **__: x  # the forward around the body alone
+    around = clock.host(breakable, times=20, batch=1)
+    graphed._here.run = None
     return {
         "tokens": n,
         "eager ms": taken["eager"] * 1e3,
         "segue ms": taken["segue"] * 1e3,
+        "breakable ms": taken["breakable"] * 1e3,
         "kernel sum ms": None if busy is None else busy * 1e3,
         "eager / segue": taken["eager"] / taken["segue"],
         "segue / kernel sum": None if busy is None else taken["segue"] / busy,
-        "segue host ms": clock.host(forward, times=20, batch=1) * 1e3,
+        "eager / breakable": taken["eager"] / taken["breakable"],
+        "breakable / kernel sum": None if busy is None else taken["breakable"] / busy,
+        "host ms, segue": host[0] * 1e3,
+        "host ms, breakable": host[1] * 1e3,
+        "of it outside the body": around * 1e3,
+        "served by": ", ".join(f"{name} {count}" for name, count in served.items() if count),
         "untouched": after.eager - before.eager,
         "replay = reference": "bit for bit" if same else "NO",
         "largest difference to eager": off,
     }
+
+
+@contextmanager
+def _without_prime(graphed: Any) -> Iterator[None]:
+    """Fresh prompts too go through the breakable graphs."""
+    prime, graphed._prime = graphed._prime, None
+    try:
+        yield
+    finally:
+        graphed._prime = prime
 
 
 def _compare(graphed: Any, ids: torch.Tensor) -> tuple[bool, float]:
@@ -135,29 +165,32 @@ def _compare(graphed: Any, ids: torch.Tensor) -> tuple[bool, float]:
 
 
 def _breaks(graphed: Any, shape: Shape, dtype: torch.dtype, n: int, device: torch.device) -> list[dict[str, Any]]:
-    """Host microseconds of each thing that one attention break does, one by one, at ``n`` tokens in a larger bucket."""
+    """Host microseconds of each thing that one attention break does, one by one, at ``n`` tokens of a fresh prompt."""
     module = graphed.model.base_model.layers[0].self_attn
     attention = names.attention_function(module, graphed.model.config._attn_implementation)
     q, k, v = (
-        torch.zeros(1, 2 * n, heads, shape.head_dim, dtype=dtype, device=device).transpose(1, 2)
+        torch.zeros(1, n, heads, shape.head_dim, dtype=dtype, device=device).transpose(1, 2)
         for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
     )
-    short = [t.narrow(2, 0, n) for t in (q, k, v)]
-    handoff = torch.zeros(1, n, shape.heads, shape.head_dim, dtype=dtype, device=device)
+    result = torch.zeros(1, n, shape.heads, shape.head_dim, dtype=dtype, device=device)
+    handoff = torch.zeros(1, 2 * n, shape.heads, shape.head_dim, dtype=dtype, device=device)
+    both, zeros = [handoff[:, :n], handoff[:, n:]], torch.zeros_like(result)
+    times, batch = 200, 10
+    caches = [names.new_cache(graphed.model.config) for _ in range(times + batch)]
 
     def attend() -> torch.Tensor:
-        return attention(module, *short, None, dropout=0.0, scaling=module.scaling, sliding_window=None)[0]  # type: ignore[no-any-return]
+        return attention(module, q, k, v, None, dropout=0.0, scaling=module.scaling, sliding_window=None)[0]  # type: ignore[no-any-return]
 
     def update() -> None:
-        names.new_cache(graphed.model.config).update(short[1], short[2], 0)
+        cache = caches.pop()
+        begin_layer(cache, 0, k, v)
+        cache.update(k, v, 0)
 
     parts: dict[str, Callable[[], object]] = {
-        "slice q, k, v to the real tokens": lambda: [t.narrow(2, 0, n) for t in (q, k, v)],
         "update of a fresh cache layer": update,
-        "less: making the cache": lambda: names.new_cache(graphed.model.config),
         "the model's attention function": attend,
-        "copy into the hand-off": lambda: handoff.copy_(short[0].transpose(1, 2)),
-        "clear the hand-off's tail": lambda: handoff[:, n // 2 :].zero_(),
+        "copy into the hand-off": lambda: both[0].copy_(result),
+        "copy into the hand-off, its tail cleared": lambda: torch._foreach_copy_(both, [result, zeros]),
     }
     with torch.inference_mode():
-        return [{"part": part, "host us": clock.host(run) * 1e6} for part, run in parts.items()]
+        return [{"part": part, "host us": clock.host(run, times, batch) * 1e6} for part, run in parts.items()]

@@ -15,7 +15,7 @@ from torch import Tensor
 from segue import _torch, _where
 from segue.capture.binding import Bound, cut_rows, of_context
 from segue.capture.context import ContextMap, getter, is_plain, show
-from segue.capture.handoff import Allocate, Handoff, first_result, token_dimension
+from segue.capture.handoff import Allocate, Handoff, first_result, token_dimension, zeros_on
 from segue.capture.state import state
 from segue.capture.structure import Branch, OnLeaf, StructureChanged, Take, leaves, parts_of, settle
 from segue.capture.watch import Watch
@@ -141,6 +141,7 @@ class Break:
         )  # fmt: skip
         self._take: Take = _ignore
         self._single: Handoff | None = None  # the whole result is one tensor
+        self._nothing = False  # the whole result is None
         self._clears: list[Handoff] = []  # of memory that the caller gave, which the function may fill itself
 
     @property
@@ -148,17 +149,17 @@ class Break:
         assert self._bound is not None
         return self._bound
 
-    def runner(self) -> Callable[[], None]:
-        """What a replay calls: the function on the live values, its results taken. ``state`` says which rows are valid."""
+    def runs(self) -> tuple[Callable[[], Any], Take | None, Take]:
+        """What a replay calls: the function on the live values, and what takes its result. ``state`` says which rows are valid.
+        Where the result was None there is nothing to take, and the last of the three refuses one."""
         call = self.bound.caller(self._fn)
-        take: Take = self._accept
-        if not self._clears and not isinstance(self._take, Branch):
-            take = self._take if self._single is None else self._single.taker()
-
-        def run() -> None:
-            take(call())
-
-        return run
+        if self._clears or isinstance(self._take, Branch):
+            return call, self._accept, self._accept
+        if self._single is not None:
+            assert self._watch is not None
+            zeros = zeros_on(self._watch.pool.device, self._single.buffer.dtype)
+            return call, self._single.taker(zeros), self._accept
+        return call, None if self._nothing else self._take, self._take
 
     def first_run(self) -> Any:
         """Run the function at capture, or in the reference, and return what the forward goes on with."""
@@ -244,6 +245,7 @@ class Break:
         self._take, settled = self._walk(result, on_leaf, lambda v: contexts.find(v) is not None)
         if isinstance(result, Tensor):
             self._single = handoffs[0]
+        self._nothing = result is None
         return settled
 
     def _settle_into(self, destination: Any, result: Any) -> None:
@@ -357,7 +359,8 @@ def _like_eager(arguments: list[Any], result: Any) -> Allocate:
     device = next((t.device for t in _tensors([result, *arguments])), torch.device("cpu"))
 
     def allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # as in a capture: code compiled for one kind of tensor compiles anew for the other
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     return allocate
 

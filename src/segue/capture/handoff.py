@@ -15,6 +15,7 @@ from torch import Tensor
 from segue.capture.binding import cut_rows
 from segue.capture.state import state
 from segue.capture.weak import weak_ref_tensor
+from segue.devices import Device
 from segue.errors import CaptureError, ReplayError
 
 Allocate = Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]
@@ -63,30 +64,50 @@ class Handoff:
             self._cut(got)[0].copy_(t)
         self.clear(got if valid is None or got < valid else valid)
 
-    def taker(self) -> Callable[[Any], None]:
-        """:meth:`accept` for a replay: the usual cases with nothing left to look up, the others as they are."""
+    def taker(self, zeros: Tensor) -> Callable[[Any], None]:
+        """:meth:`accept` for a replay: the usual cases with nothing left to look up, the others as they are.
+
+        ``zeros``: of this dtype and device. A short tail is cleared by a copy of some, in one launch with the rows before it.
+        """
         buffer, shape, dtype, pointer, stride = self.buffer, self._shape, self._dtype, self._pointer, self.buffer.stride()
-        place, full, views, alias = buffer.get_device(), self.full, self._views, self._alias
-        copy, accept, cut, thread, strided = buffer.copy_, self.accept, self._cut, state, torch.strided
+        place, full, dim, alias = buffer.get_device(), self.full, self.dim, self._alias
+        copy, accept, thread, strided, fused_copy = buffer.copy_, self.accept, state, torch.strided, torch._foreach_copy_
+        fused: dict[int, tuple[torch.Size, list[Tensor], Tensor]] = {}
 
         def take(t: Any) -> None:
-            valid = thread.valid
             if not isinstance(t, Tensor) or t.dtype is not dtype or t.get_device() != place or alias or t.layout is not strided:
                 accept(t)
-            elif t.shape == shape:
-                if t.data_ptr() != pointer or t.stride() != stride:
-                    copy(t)
-                if valid is not None and valid < full:
-                    cut(valid)[1].zero_()
-            else:
-                known = None if valid is None else views.get(valid)
-                if known is not None and t.shape == known[0].shape:
-                    known[0].copy_(t)
-                    known[1].zero_()
-                else:
+                return
+            valid, got = thread.valid, t.shape
+            if valid is None or valid >= full:
+                if got != shape:
                     accept(t)
+                elif t.data_ptr() != pointer or t.stride() != stride:
+                    copy(t)
+                return
+            parts = fused.get(valid)
+            if parts is None:
+                accept(t)
+                if len(fused) >= _MOST_VIEWS:
+                    fused.clear()
+                if (made := self._fused(valid, zeros)) is not None:
+                    fused[valid] = made
+            elif got == parts[0]:
+                fused_copy(parts[1], [t, parts[2]])
+            elif got == shape and t.data_ptr() != pointer:
+                fused_copy(parts[1], [t.narrow(dim, 0, valid), parts[2]])  # type: ignore[arg-type]
+            else:
+                accept(t)
 
         return take
+
+    def _fused(self, valid: int, zeros: Tensor) -> tuple[torch.Size, list[Tensor], Tensor] | None:
+        """What one fused copy needs: the shape of the rows before the tail, both parts, and zeros laid out as the tail is.
+        None where there are no such rows, or too few zeros."""
+        head, tail = self._cut(valid)
+        if not head.numel() or not tail.numel() or _span(tail) > zeros.numel():
+            return None
+        return head.shape, [_as_if_dense(head), tail], zeros.as_strided(tail.shape, tail.stride())
 
     def weaken(self) -> None:
         """Let go of the memory: the pool keeps it, and gives it to others in the order of the capture."""
@@ -101,7 +122,7 @@ class Handoff:
     def _cut(self, n: int) -> tuple[Tensor, Tensor]:
         views = self._views.get(n)
         if views is None:
-            if len(self._views) >= 64:
+            if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
             assert self.dim is not None
             views = self.buffer.narrow(self.dim, 0, n), self.buffer.narrow(self.dim, n, self.full - n)
@@ -188,6 +209,36 @@ def first_result(
     handoff = Handoff(kept, dim, path, where, exact=padded_up and not cuts_rows, alias=alias)
     handoff.clear(valid)
     return kept, handoff
+
+
+_MOST_VIEWS = 64  # row counts of one hand-off whose views are kept
+_ZERO_BYTES = 2 << 20  # beyond, clearing a tail takes the device longer than the host
+_zeros: dict[tuple[str, torch.dtype], Tensor] = {}
+
+
+def zeros_on(device: Device, dtype: torch.dtype) -> Tensor:
+    """A flat tensor of zeros that every capture of the process may read, on any stream."""
+    key = device.name, dtype
+    if key not in _zeros:
+        with torch.inference_mode(False):
+            _zeros[key] = torch.zeros(_ZERO_BYTES // dtype.itemsize, dtype=dtype, device=device.torch_device)
+        device.synchronize()
+    return _zeros[key]
+
+
+def _span(t: Tensor) -> int:
+    """How many elements there are from the first to the last of a tensor that isn't empty, gaps included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+
+
+def _as_if_dense(t: Tensor) -> Tensor:
+    """``t``, with the strides that a dense tensor has in dimensions of size 1: fused copies compare strides, those too."""
+    strides, step = list(t.stride()), 1
+    for d in reversed(range(t.dim())):
+        if t.shape[d] == 1:
+            strides[d] = step
+        step = strides[d] * t.shape[d]
+    return t.as_strided(t.shape, strides)
 
 
 def token_dimension(t: Tensor, dim: int | None) -> int | None:

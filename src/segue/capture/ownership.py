@@ -22,6 +22,7 @@ from segue.capture.state import state
 from segue.capture.watch import External
 from segue.errors import ReplayError
 
+_data_ptr = Tensor.data_ptr
 _LIBRARIES = {"torch", "segue", *sys.stdlib_module_names}
 _HELD_BY_CLASSES = (Tensor, torch.nn.Module, dict, list)
 _DEPTH = 4  # of containers and plain objects; submodules are followed to the end
@@ -48,19 +49,28 @@ class Place:
 
 
 class Ownership:
-    """The externals of one capture, where they are held, and :meth:`check`.
+    """The externals of one capture, where they are held, and whether they still are.
 
     Args:
         externals: what segments read or write outside the pool.
         root: the function that was captured, from which names are looked for; None for a bare capture.
         context_tensors: tensors of the live context whose address a break's arguments have baked, by path.
+        overlap: the first segment may run before the rest is looked at: it writes nothing outside the pool, as far as was
+            seen, and nobody is to find what the last replay left in the pool.
 
     ``named`` pairs a name with each external that has one, ``unnamed`` are the others. Where compiled code is reachable from
     the root, its inner operands were not watched: then every tensor that the root reaches counts as read.
+
+    ``early``: the first segment may be launched after :meth:`check_first`, and :meth:`check_rest` done while it runs, before
+    anything else.
     """
 
     def __init__(
-        self, externals: list[External], root: Any, context_tensors: Mapping[str, tuple[Callable[[Any], Any], Tensor]]
+        self,
+        externals: list[External],
+        root: Any,
+        context_tensors: Mapping[str, tuple[Callable[[Any], Any], Tensor]],
+        overlap: bool,
     ) -> None:
         places, compiled = _places(root) if root is not None else ({}, False)
         contexts = ContextMap(state.ctx)
@@ -80,18 +90,15 @@ class Ownership:
             else:
                 self.unnamed.append(external)
         self.named = [(place.name, external) for place, external in named]
-        self._items = [(place, external) for place, external in named if place.subscript]
-        self._attributes = [(place, external, place.get().data_ptr()) for place, external in named if not place.subscript]
-        self._holders = [place.holder for place, _ in self._items]
-        self._keys = [place.key for place, _ in self._items]
-        self._loose = [external.seen for external in self.unnamed]
-        self._pointers = [t.data_ptr() for t in self._tensors()]
-        self._indices = list(range(len(self._pointers)))
-        self._links = [(link, link.get()) for link in _links(place for place, _ in named)]
-        tables = {id(link.holder): link.holder for link, child in self._links if _is_modules(link.holder)}
-        self._tables = list(tables.values())
-        self._snapshots = [dict(table) for table in self._tables]
-        self._rest = [(link, child) for link, child in self._links if id(link.holder) not in tables]
+        self.early = overlap and not compiled
+        self._first, self._rest = (
+            _Look(
+                [(place, e) for place, e in named if (e.segment == 0 or not self.early) is first],
+                [e for e in self.unnamed if (e.segment == 0 or not self.early) is first],
+            )
+            for first in (True, False)
+        )
+        self.check_rest = self._rest.check
 
     def check(self) -> None:
         """See that everything a segment baked is where it was.
@@ -99,21 +106,12 @@ class Ownership:
         Raises:
             ReplayError: something was re-pointed, resized or freed; names it and the line that reads it.
         """
-        try:
-            there = _torch.pointers_are(self._tensors(), self._pointers, self._indices)
-        except (KeyError, IndexError, TypeError, RuntimeError):  # something is gone, or no tensor any more
-            held = [place.get() for place, _ in self._items]
-            there = list(map(_pointer, [*held, *self._loose])) == self._pointers
-        if not there:
-            raise self._moved()
-        if self._tables != self._snapshots:
-            _check_links(self._links)
-            self._snapshots = [dict(table) for table in self._tables]
-        if self._rest:
-            _check_links(self._rest)
-        for place, external, pointer in self._attributes:
-            if _pointer(place.get()) != pointer:
-                raise _repointed(place.name, external)
+        self.check_first()
+        self.check_rest()
+
+    def check_first(self) -> None:
+        """The same of what the first segment uses, and of the live context's tensors."""
+        self._first.check()
         for path, get, pointer, used in self._context:
             try:
                 now = get(state.ctx)
@@ -122,16 +120,50 @@ class Ownership:
             if _pointer(now) != pointer:
                 raise _context_moved(path, used)
 
-    def _tensors(self) -> list[Tensor]:
+
+class _Look:
+    """Some externals, by their place or by the object that was used, and a look whether they are where they were."""
+
+    def __init__(self, named: list[tuple[Place, External]], unnamed: list[External]) -> None:
+        self._unnamed = unnamed
+        self._items = [(place, external) for place, external in named if place.subscript]
+        self._attributes = [(place, external, place.get().data_ptr()) for place, external in named if not place.subscript]
+        loose = [external.seen for external in unnamed]
+        self._holders = [*(place.holder for place, _ in self._items), *(loose for _ in loose)]
+        self._keys = [*(place.key for place, _ in self._items), *range(len(loose))]
+        self._pointers = self._pointers_now()
+        self._links = [(link, link.get()) for link in _links(place for place, _ in named)]
+        tables = {id(link.holder): link.holder for link, child in self._links if _is_modules(link.holder)}
+        self._tables = list(tables.values())
+        self._snapshots = [dict(table) for table in self._tables]
+        self._rest = [(link, child) for link, child in self._links if id(link.holder) not in tables]
+
+    def check(self) -> None:
+        """Raise ReplayError if something was re-pointed, resized or freed."""
+        try:
+            there = self._pointers_now() == self._pointers
+        except (KeyError, IndexError, TypeError, RuntimeError):  # something is gone, or no tensor any more
+            there = False
+        if not there:
+            raise self._moved()
+        if self._tables != self._snapshots:
+            _check_links(self._links)
+            self._snapshots = [dict(table) for table in self._tables]
+        _check_links(self._rest)
+        for place, external, pointer in self._attributes:
+            if _pointer(place.get()) != pointer:
+                raise _repointed(place.name, external)
+
+    def _pointers_now(self) -> list[int]:
         held: Iterable[Any] = map(getitem, self._holders, self._keys)
-        return [*held, *self._loose]
+        return list(map(_data_ptr, held))
 
     def _moved(self) -> ReplayError:
         pointers = iter(self._pointers)
         for place, external in self._items:
             if _pointer(place.get()) != next(pointers):
                 return _repointed(place.name, external)
-        for external, pointer in zip(self.unnamed, pointers, strict=True):
+        for external, pointer in zip(self._unnamed, pointers, strict=True):
             if _pointer(external.seen) != pointer:
                 return _repointed(f"a tensor {tuple(external.tensor.shape)} {external.tensor.dtype}", external)
         raise AssertionError("a pointer differed, and none does")
@@ -193,13 +225,13 @@ def _places(root: Any) -> tuple[dict[int, Place], bool]:
     """Where each storage reachable from ``root`` is held (the first place found), and whether compiled code is reachable."""
     found: dict[int, Place] = {}
     compiled = False
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # by id, and held, since the id of what is made anew at each look would be given out again
     stack: list[tuple[Any, str, int, Place | None]] = [(root, getattr(root, "__name__", type(root).__name__), _DEPTH, None)]
     while stack and len(seen) < _MOST:
         value, name, depth, within = stack.pop()
         if id(value) in seen or depth < 0:
             continue
-        seen.add(id(value))
+        seen[id(value)] = value
         compiled = compiled or _is_compiled(value)
         for holder, key, child, text in _held(value):
             place = Place(holder, key, f"{name}{text}", within)

@@ -12,10 +12,12 @@ from segue import _torch
 from segue.capture.breaks import Break
 from segue.capture.ownership import Ownership
 from segue.capture.state import state
+from segue.capture.structure import Take
 from segue.devices import Pool, Segment
 from segue.errors import ReplayError, UsageError
 
 Step = Segment | Break
+Run = tuple[Callable[[], Any], Take | None, Take]  # what to call, what takes its result, and what refuses one where none is due
 
 
 class Program:
@@ -24,52 +26,68 @@ class Program:
     def __init__(self, steps: list[Step], ownership: Ownership, pool: Pool, rows: int | None, name: str) -> None:
         self.ownership, self.closed = ownership, False
         self._pool, self._rows, self._name, self._inference = pool, rows, name, torch.is_inference_mode_enabled()
+        self._most = float("inf") if rows is None else rows
+        self._state = {"pool": pool, "rows": rows, "inside_break": True, "reference": False, "phase": None}
         self._kind = pool.device.torch_device.type
         self._autocast = _torch.autocast_state(self._kind)
-        self._all = [s.runner() if isinstance(s, Break) else s.launch for s in steps]
-        self._steps = tuple(
+        self._all = [s.runs() if isinstance(s, Break) else _launches(s) for s in steps]
+        self._steps = [
             run for run, step in zip(self._all, steps, strict=True) if isinstance(step, Break) or not step.empty
-        )
+        ]
+        # The first segment alone, if the device may run it while the host looks after what the others use.
+        early = ownership.early and not isinstance(steps[0], Break) and not steps[0].empty
+        self._first, self._others = (self._steps[:1], self._steps[1:]) if early else ([], self._steps)
 
     @property
     def callables(self) -> list[Callable[[], None]]:
         """Every step as a callable of its own. Made anew, or the program would hold itself and outlive its capture."""
         return [self._alone(run) for run in self._all]
 
-    def run(self, valid_rows: int | None) -> None:
-        """Launch the segments and run the breaks between them, of which ``valid_rows`` rows are real."""
-        if type(valid_rows) is not int and valid_rows is not None:
-            valid_rows = row_count(valid_rows, f"{self._name}: valid_rows")
-        if valid_rows is not None and not 0 <= valid_rows <= (valid_rows if self._rows is None else self._rows):
-            raise UsageError(f"{self._name}: valid_rows={valid_rows} is not between 0 and its {self._rows} rows")
-        self._within(self._steps, valid_rows, self.ownership.check)
+    def run(self, valid_rows: int | None, step: Run | None = None) -> None:
+        """Launch the segments and run the breaks between them (or one of them), of which ``valid_rows`` rows are real.
 
-    def _within(self, steps: tuple[Callable[[], None], ...], valid_rows: int | None, check: Callable[[], None]) -> None:
-        s, pool = state, self._pool
+        Raises:
+            UsageError: a row count that can't be, or a replay inside a forward of the same pool.
+            ReplayError: it was closed, something it reads was re-pointed, or a break's result changed.
+        """
+        if valid_rows is not None:
+            if type(valid_rows) is not int:
+                valid_rows = row_count(valid_rows, f"{self._name}: valid_rows")
+            if not 0 <= valid_rows <= self._most:
+                raise UsageError(f"{self._name}: valid_rows={valid_rows} is not between 0 and its {self._rows} rows")
+        pool, mine = self._pool, state.__dict__  # this thread's: one look-up for all of it
         if self.closed:
             raise ReplayError(f"{self._name} can't be replayed: it was closed.")
-        if s.pool is pool:
+        if mine.get("pool") is pool:
             raise UsageError(
                 f"{self._name} was replayed inside a forward of the same pool, whose memory it would overwrite. "
                 "Give one of the two a pool of its own."
             )
-        before = (s.pool, s.rows, s.valid, s.inside_break, s.reference, s.phase)
         with pool.turn():
-            s.pool, s.rows, s.valid, s.inside_break, s.reference, s.phase = pool, self._rows, valid_rows, True, False, None
+            before = mine.copy()
+            mine.update(self._state)
+            mine["valid"] = valid_rows
             try:
-                if _torch.autocast_state(self._kind) != self._autocast:
+                if (self._autocast is not None or _torch.any_autocast()) and _torch.autocast_state(self._kind) != self._autocast:
                     raise self._cast_otherwise()
-                check()
-                if self._inference and not torch.is_inference_mode_enabled():
+                self.ownership.check_first()
+                if torch.is_inference_mode_enabled() or not (self._inference or torch.is_grad_enabled()):
+                    self._run(step)
+                elif self._inference:
                     with _torch.inference_guard(True):
-                        _run(steps)
-                elif torch.is_grad_enabled():
-                    with torch.no_grad():
-                        _run(steps)
+                        self._run(step)
                 else:
-                    _run(steps)
+                    with torch.no_grad():
+                        self._run(step)
             finally:
-                s.pool, s.rows, s.valid, s.inside_break, s.reference, s.phase = before
+                mine.clear()
+                mine.update(before)
+
+    def _run(self, step: Run | None) -> None:
+        if step is None:
+            _run(self._first)
+        self.ownership.check_rest()
+        _run(self._others if step is None else [step])
 
     def _cast_otherwise(self) -> ReplayError:
         return ReplayError(
@@ -78,16 +96,25 @@ class Program:
             "autocast as it was, or capture a forward that turns it on by itself."
         )
 
-    def _alone(self, step: Callable[[], None]) -> Callable[[], None]:
-        def run_alone() -> None:
-            self._within((step,), None, self.ownership.check)
-
-        return run_alone
+    def _alone(self, step: Run) -> Callable[[], None]:
+        return lambda: self.run(None, step)
 
 
-def _run(steps: tuple[Callable[[], None], ...]) -> None:
-    for step in steps:
-        step()
+def _run(steps: list[Run]) -> None:
+    for call, take, refuse in steps:
+        result = call()
+        if take is not None:
+            take(result)
+        elif result is not None:
+            refuse(result)
+
+
+def _launches(segment: Segment) -> Run:
+    return segment.launch, None, _taken_for_nothing
+
+
+def _taken_for_nothing(_: Any) -> None:
+    """A launch gives nothing."""
 
 
 def row_count(n: Any, what: str) -> int:

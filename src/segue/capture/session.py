@@ -41,6 +41,8 @@ class BreakableCapture:
         name: what errors call this capture.
         root: the function being captured; what segments read is looked for in what it reaches, so that errors can name it
             and a parameter that is given other memory is noticed.
+        overlap: for who copies the results out before anything else replays. The device may run the first segment while the
+            host still looks whether what the others read is where it was; an error leaves nothing but that segment's work.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class BreakableCapture:
         valid_rows: int | None = None,
         name: str | None = None,
         root: Any = None,
+        overlap: bool = False,
     ) -> None:
         rows = None if rows is None else row_count(rows, "BreakableCapture: rows")
         valid_rows = None if valid_rows is None else row_count(valid_rows, "BreakableCapture: valid_rows")
@@ -66,7 +69,7 @@ class BreakableCapture:
         self._status = "new"
         self._steps: list[Step] = []
         self._graphs: list[Segment] = []
-        self._root = root
+        self._root, self._overlap = root, overlap
         self._watch = Watch(self.pool, self.name)
         self._at_end: list[Callable[[], object]] = []
         self._recording: Recording | None = None
@@ -270,7 +273,7 @@ class BreakableCapture:
         baked = {path: held for s in self._steps if isinstance(s, Break) for path, held in s.bound.context_tensors.items()}
         self._watch.claim()
         self._counts = self.graphs, self.breaks
-        ownership = Ownership(self.externals, self._root, baked)
+        ownership = Ownership(self.externals, self._root, baked, self._overlap and self._watch.harmless)
         return Program(self._steps, ownership, self.pool, self.rows, self.name)
 
     def _begin(self) -> None:
@@ -279,6 +282,7 @@ class BreakableCapture:
             recording = self.device.begin(self.pool)
             recording.reenter = self._watch
             self._recording = self._watch.recording = recording
+            self._watch.segment = len(self._graphs)
             self._watch.__enter__()  # type: ignore[no-untyped-call]
             state.phase = "segment"
 
@@ -293,6 +297,7 @@ class BreakableCapture:
             self._recording = None
             self._steps.append(segment)
             self._graphs.append(segment)
+            self._watch.settle()
             segment.launch()
 
     def _abandon(self) -> None:

@@ -7,15 +7,17 @@ code compiled.
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from segue import _torch, _where
 from segue.devices import Pool, Recording
@@ -25,18 +27,20 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 Observer = Callable[[Run, Any, tuple[Any, ...], dict[str, Any]], Any]  # calls the first, and returns what that does
 
 
-@dataclass
+@dataclass(slots=True)
 class External:
     """A tensor that segments read or write and that lies outside the pool. The capture keeps its memory alive.
 
     ``tensor``: a detached alias, which stays on the captured memory. ``seen``: the object that was used, which may be given
-    other memory later. ``where``: the line that used it first. ``written``: by some op of a segment.
+    other memory later. ``where``: the line that used it first, in segment number ``segment``. ``written``: by some op of a
+    segment.
     """
 
     tensor: Tensor
     seen: Tensor
     op: str
     where: str
+    segment: int = 0
     written: bool = False
 
 
@@ -58,7 +62,27 @@ def observing(observer: Observer) -> Iterator[None]:
 
 
 _CAST = torch.ops.aten._to_copy.default  # to fill its cache autocast turns grad mode on; whoever uses the copy is seen by itself
+_NO_WRAPPER = Tensor.__torch_dispatch__
+_PLAIN = {int, float, bool, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format}
+_TENSOR, _NUMBERS = {"Tensor", "Optional"}, {"int", "float", "bool", "number", "str", "Device", "Generator", "List", "Optional"}
 _makers: weakref.WeakKeyDictionary[Pool, dict[int, tuple[int, str]]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class _Op:
+    """What there is to know of an op ahead of its calls.
+
+    ``func``: held, so that its id stays its own. ``plain``: types of arguments that neither are nor hold tensors. ``writes``:
+    positions and names.
+    """
+
+    func: Any
+    name: str
+    plain: set[type]
+    writes: tuple[tuple[int, ...], tuple[str, ...]]
+
+
+_ops: dict[int, _Op] = {}  # by the id of the function, which is a third of what its hash costs
 
 
 class Watch(_torch.WatchingMode):
@@ -68,30 +92,39 @@ class Watch(_torch.WatchingMode):
         super().__init__()
         self._name = name
         self._made: set[int] = set()  # addresses of pool blocks that this capture has written or was seen to allocate
+        self._outside: set[int] = set()  # addresses of externals
         self._before: list[tuple[int, int]] = []  # pool blocks that were alive when it began
         self.externals: dict[int, External] = {}  # by storage
+        self._unsure: dict[int, External] = {}  # of these, the ones that may yet turn out to be the pool's
         self.recording: Recording | None = None
+        self.segment = 0  # its number
+        self.harmless = True  # the first segment has written no external
         self.error: BaseException | None = None  # the first refusal, even if the forward swallowed it
         self.pool = pool
         self._observer = _observing.observer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        # What this does for every op is most of what a recording costs: operands in blocks of its own pass by their address.
+        op, made = _ops.get(id(func)) or _learn(func), self._made
+        plain, kwargs = op.plain, kwargs or {}
         try:
-            for a in (*args, *kwargs.values()):
-                if isinstance(a, Tensor):
-                    self._see(a, func)
-                elif isinstance(a, list | tuple):
-                    for b in a:
-                        if isinstance(b, Tensor):
-                            self._see(b, func)
-            positions, names = _torch.written_arguments(func)
-            for i in positions:
-                if i < len(args):
-                    self._write(args[i])
-            for name in names:
-                if name in kwargs:
-                    self._write(kwargs[name])
+            if is_grad_enabled() and func is not _CAST:
+                _refuse_training(op.name, (args, *kwargs.values()))
+            for a in (*args, *kwargs.values()) if kwargs else args:
+                kind = type(a)
+                if kind is Tensor:
+                    try:
+                        if a.data_ptr() in made:
+                            continue
+                    except RuntimeError:  # it has no storage, as a sparse one
+                        pass
+                elif kind in plain:
+                    continue
+                self._see(a, op)
+            if op.writes[0]:
+                self._write(op, args, kwargs)
+            if types and any(t.__torch_dispatch__ is not _NO_WRAPPER for t in types):
+                return NotImplemented  # torch asks the subclass, and its inner ops come here one by one
             assert self.recording is not None
             if self._observer is None:
                 result = self.recording.run(func, args, kwargs)
@@ -103,24 +136,42 @@ class Watch(_torch.WatchingMode):
             self.error = self.error or e
             raise
 
-    def _see(self, t: Tensor, func: Any) -> None:
-        if t.requires_grad and torch.is_grad_enabled() and func is not _CAST:
-            raise CaptureError(
-                f"{func} at {_where.caller()} has an operand that requires grad while grad mode is on; a graph records no "
-                "autograd. Capture and replay under torch.inference_mode()."
-            )
-        if t.layout is not torch.strided:
+    def _see(self, value: Any, op: _Op) -> None:
+        """Hold the tensors in an operand, unless this capture made their memory. By storage: two may lie at one address."""
+        if not isinstance(value, Tensor):
+            if isinstance(value, list | tuple):
+                for v in value:
+                    self._see(v, op)
             return
         try:
-            key = _torch.storage_key(t)
-        except (RuntimeError, NotImplementedError):
-            return  # a wrapper without storage: its inner tensors come next
-        if key in self.externals or not t.numel() or _torch.storage_span(t)[0] in self._made:
+            key = _torch.storage_key(value)
+            if key in self.externals or not value.numel():
+                return
+            address = _torch.storage_span(value)[0]
+        except RuntimeError:
+            return  # without storage: a sparse one, or a wrapper, whose inner tensors come next
+        if address in self._made or value.layout is not torch.strided:
             return
-        if self.pool.owns(t):
-            self.prove(t, func)
+        if self.pool.owns(value, look=False):
+            self.prove(value, op.name)
             return
-        self.externals[key] = External(t.detach(), t, str(func), _where.caller())
+        self.externals[key] = self._unsure[key] = External(
+            value.detach(), value, op.name, _where.caller(), self.segment
+        )
+        self._outside.add(address)
+
+    def settle(self) -> None:
+        """At a segment's end: of what it met first, some may lie in memory that the pool has taken since it was looked at.
+
+        Raises:
+            CaptureError: another capture left it there.
+        """
+        unsure, self._unsure = self._unsure, {}
+        for key, external in unsure.items():
+            if self.pool.owns(external.tensor):
+                del self.externals[key]
+                self._outside.discard(_torch.storage_span(external.tensor)[0])
+                self.prove(external.tensor, external.op, external.where)
 
     def begin(self) -> None:
         """Note what is in the pool already: another capture's outputs, which this one must not read."""
@@ -142,14 +193,20 @@ class Watch(_torch.WatchingMode):
         makers.update({a: (size, self._name) for a, size in alive.items() if a not in before})
 
     def _note_made(self, result: Any) -> None:
-        for t in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(t, Tensor) and t.layout is torch.strided:
-                try:
-                    self._made.add(_torch.storage_span(t)[0])
-                except (RuntimeError, NotImplementedError):
-                    continue
+        if isinstance(result, Tensor):
+            try:
+                address = result.data_ptr()
+            except RuntimeError:
+                return  # it has no storage, as a sparse one
+            if address and address not in self._made:
+                address -= int(result.storage_offset()) * result.itemsize
+                if address not in self._outside:
+                    self._made.add(address)
+        elif isinstance(result, list | tuple):
+            for r in result:
+                self._note_made(r)
 
-    def prove(self, t: Tensor, user: Any) -> None:
+    def prove(self, t: Tensor, user: Any, where: str = "") -> None:
         """See that this capture made ``t``'s memory: what another one left in the pool is overwritten without notice.
 
         Compiled code allocates without being seen, so a block that is alive now and wasn't at the beginning is this
@@ -162,18 +219,46 @@ class Watch(_torch.WatchingMode):
             self._made.add(address)
             return
         maker = next((f"{name} made it" for a, (n, name) in _makers.get(self.pool, {}).items() if a <= address < a + n), None)
+        at = where or _where.caller()
         raise CaptureError(
-            f"{self._name}: {user} at {_where.caller()} uses a tensor {tuple(t.shape)} in graph memory that this capture did "
+            f"{self._name}: {user} at {at} uses a tensor {tuple(t.shape)} in graph memory that this capture did "
             f"not write ({maker or 'whoever made it has let go of it'}). Another replay overwrites it at any time: clone it "
             "outside graphs, or give the captures pools of their own."
         )
 
-    def _write(self, value: Any) -> None:
-        for t in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(t, Tensor) and t.layout is torch.strided:
+    def _write(self, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        positions, names = op.writes
+        written = [args[i] for i in positions if i < len(args)] + [kwargs[name] for name in names if name in kwargs]
+        for t in _tensors(written):
+            if t.layout is torch.strided:
                 external = self.externals.get(_torch.storage_key(t))
-                if external is not None and not external.written:
+                if external is not None:
                     external.written = True
+                    self.harmless = self.harmless and self.segment > 0
+
+
+def _learn(func: Any) -> _Op:
+    schema = getattr(func, "_schema", None)  # a higher-order op has none
+    types = [set(re.findall(r"\w+", str(a.type))) for a in schema.arguments] if schema is not None else [{"Any"}]
+    plain = _PLAIN | {list, tuple} if all(t <= _TENSOR or t <= _NUMBERS for t in types) else _PLAIN
+    op = _ops[id(func)] = _Op(func, str(func), plain, _torch.written_arguments(func))
+    return op
+
+
+def _refuse_training(op: str, operands: tuple[Any, ...]) -> None:
+    if any(t.requires_grad for t in _tensors(operands)):
+        raise CaptureError(
+            f"{op} at {_where.caller()} has an operand that requires grad while grad mode is on; a graph records no "
+            "autograd. Capture and replay under torch.inference_mode()."
+        )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for v in value:
+            yield from _tensors(v)
 
 
 def _inside(address: int, blocks: list[tuple[int, int]]) -> bool:

@@ -16,15 +16,15 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def tensors(cache: Any) -> dict[str, Tensor]:
     """Path to tensor, for each tensor that a cache holds: ``layers[1].k``."""
     found: dict[str, Tensor] = {}
-    _walk(cache, "", found, set())
+    _walk(cache, "", found, {})
     return found
 
 
-def _walk(value: Any, path: str, found: dict[str, Tensor], seen: set[int]) -> None:
+def _walk(value: Any, path: str, found: dict[str, Tensor], seen: dict[int, Any]) -> None:
     if isinstance(value, Tensor):
         found[path or "the cache"] = value
     elif not is_plain(value) and id(value) not in seen:
-        seen.add(id(value))
+        seen[id(value)] = value
         for (kind, key), child in children(value):
             _walk(child, f"{path}.{key}".lstrip(".") if kind == "attr" else f"{path}[{key!r}]", found, seen)
 

@@ -72,7 +72,7 @@ def whole(t: Tensor) -> Tensor:
 
 def context_tensors(ctx: Any) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that a context holds, a few levels deep, with its path."""
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # by id, and held, since the id of what is made anew at each look would be given out again
     todo: list[tuple[str, Any, int]] = [("ctx", ctx, 0)]
     while todo:
         path, value, depth = todo.pop()
@@ -80,7 +80,7 @@ def context_tensors(ctx: Any) -> Iterator[tuple[str, Tensor]]:
             if _storage(value):
                 yield path, value
         elif not is_plain(value) and id(value) not in seen and depth < _CTX_DEEP:
-            seen.add(id(value))
+            seen[id(value)] = value
             for (kind, key), child in children(value):
                 todo.append((f"{path}.{key}" if kind == "attr" else f"{path}[{key!r}]", child, depth + 1))
 

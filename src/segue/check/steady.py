@@ -75,13 +75,13 @@ _EMPTY: Any = object()
 
 def _reach(root: Any) -> Iterator[tuple[Any, Any, Any]]:
     """``(holder, key, value)`` of everything held by name. Empty containers show with a key of None."""
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # by id, and held, since the id of what is made anew at each look would be given out again
     todo: list[tuple[Any, int]] = [(root, 0)]
     while todo and len(seen) < _MOST:
         obj, depth = todo.pop()
         if id(obj) in seen or (depth > _DEEP and not isinstance(obj, torch.nn.Module)):
             continue
-        seen.add(id(obj))
+        seen[id(obj)] = obj
         for holder, key, value in _children(obj):
             yield holder, key, value
             if type(value) not in _PLAIN and not isinstance(value, type | types.ModuleType | Tensor):

@@ -41,8 +41,9 @@ def ttft(
         "# Time to first token, one prompt, cache filled",
         provenance(),
         *result.notes,
-        f"Medians of {times}, eager and segue in turns. *kernel sum*: device time of the kernels of one eager forward. "
-        "*segue host*: how long the call keeps the host.",
+        f"Medians of {times}, in turns. *segue*: strategy \"auto\", which serves a fresh prompt by its prime graph; *breakable*: "
+        "the same prompt by the breakable graph. *kernel sum*: device time of the kernels of one eager forward. *host*: how long "
+        "the call keeps the host; *outside the body*: embedding, head, and what transformers and segue do around the graphs.",
         table(result.rows),
         "Capturing the ladder:",
         table([result.capture]),
@@ -158,7 +159,7 @@ def prime(
     result = bench_prime.measure(device, shape, lengths=chosen, times=times, progress=log.print)
     about = (
         f"Medians of {times}, eager, breakable and prime in turns; each fills a fresh cache and gives the last logits. "
-        "*kernel sum*: device time of the kernels of one replay, the copy-out not in it. *recording*: one capture, without "
+        "*kernel sum*: device time of all that one call has the device do, the copy-out too. *recording*: one capture, without "
         "warm-up, garbage collection and the search for cuts."
     )
     tables = {"One prompt as long as its bucket": result.rows, "Milliseconds of a replay, by where it is cut": result.cuts}

@@ -75,8 +75,8 @@ class Pool(Protocol):
 
     replays: int  # grows with every replay and every capture: what an older one left may be gone
 
-    def owns(self, t: Tensor) -> bool:
-        """Whether ``t``'s memory lies in this pool."""
+    def owns(self, t: Tensor, look: bool = True) -> bool:
+        """Whether ``t``'s memory lies in this pool. ``look=False``: as far as was known when somebody last looked; quick."""
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate between two segments. The block returns to the pool when the last tensor over it dies."""

@@ -26,12 +26,14 @@ class Offsets:
             numbers = torch.arange(bucket + 1, dtype=torch.int32, device=device)
             self._numbers = list(numbers.split(1))
             self._slots = list(self.cu_seqlens.split(1))[1:]
-        self._version = 0
+        self._version, self._offsets = 0, [0] * (requests + 1)
 
     def fill(self, offsets: Sequence[int]) -> None:
         """Take where each request begins, and where the last one ends; the first number is 0."""
+        if offsets == self._offsets and self.cu_seqlens._version == self._version:
+            return
         _torch.foreach_copy(self._slots, [self._numbers[at] for at in offsets[1:]])
-        self._version = self.cu_seqlens._version
+        self._version, self._offsets = self.cu_seqlens._version, list(offsets)
 
     def check(self) -> None:
         """Raise UsageError if a forward has written them since."""
@@ -50,19 +52,21 @@ class Inputs:
         self._dirty = 0  # rows from here on are zero
         self._written = False  # the graph writes x, so that its tail is never known to be zero
 
-    def fill(self, rows: Sequence[Tensor], batch: Batch) -> None:
-        """Take the embedded tokens of each request [n, D]."""
-        total, start = batch.total, 0
+    def fill(self, rows: Sequence[Tensor], batch: Batch) -> list[int]:
+        """Take the embedded tokens of each request [n, D]. Returns the offsets."""
+        offsets = batch.offsets(self._requests)
+        total, start = offsets[-1], 0
         dirty = self._bucket if self._written else self._dirty
         self._dirty = max(dirty, total)
         for part, n in zip(rows, batch.lengths, strict=True):
             if n:
-                self.x[start : start + n].copy_(part)
+                self.x.narrow(0, start, n).copy_(part)
                 start += n
         if dirty > total:
-            self.x[total:dirty].zero_()
+            self.x.narrow(0, total, dirty - total).zero_()
         self._dirty = total
-        self.offsets.fill(batch.offsets(self._requests))
+        self.offsets.fill(offsets)
+        return offsets
 
     def look_at(self, capture: BreakableCapture) -> None:
         """Learn from a capture whether its graphs write ``x``."""

@@ -47,6 +47,7 @@ class CopyOut:
             raise UsageError(
                 f"{name}: trunk.state() of the scratch cache is empty, so a session would stay as fresh as it is"
             )
+        self._names = {e.name for e in self._entries}
         self._storages = {_torch.storage_span(e.tensor)[0] for e in self._entries}
         self._sources: dict[tuple[int, int, int], list[Tensor]] = {}
 
@@ -57,14 +58,13 @@ class CopyOut:
 
     def pairs(self, state: State, request: int, start: int, n: int) -> list[tuple[Tensor, Tensor]]:
         """What to copy into one session, destination and source, of a request with ``n`` rows from ``start`` on.
+        Both as the same integers, the widest that will do.
 
         Raises:
             InputError: the session isn't like the scratch cache. Nothing has been written.
         """
-        if state.keys() != {e.name for e in self._entries}:
-            raise self._refuse(
-                request, f"has the state {sorted(state)} where the graph fills {sorted(e.name for e in self._entries)}"
-            )
+        if state.keys() != self._names:
+            raise self._refuse(request, f"has the state {sorted(state)} where the graph fills {sorted(self._names)}")
         found = []
         for entry, source in zip(self._entries, self._cut(request, start, n), strict=True):
             value = state[entry.name]
@@ -72,9 +72,9 @@ class CopyOut:
             t = value.tensor
             if entry.rows:
                 t = t.narrow(entry.dim, 0, n)
-            elif t.shape != source.shape and t.dim() < source.dim():
+            elif t.dim() < source.dim():
                 t = t.unsqueeze(entry.dim)
-            found.append((t, source))
+            found.append(_alike(t, source))
         return found
 
     def check_apart(self, states: Sequence[State], requests: Sequence[int]) -> None:
@@ -102,14 +102,18 @@ class CopyOut:
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Do the copies: those between contiguous memory fused, by unit; each of the others by itself."""
+        if len(pairs) == 1:  # a plain copy takes the host less than fusing one
+            to, source = pairs[0]
+            to.copy_(source)
+            return
         fused: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        units = [e.unit for e in self._entries]
-        for i, (to, source) in enumerate(pairs):
-            to, source = _as_unit(to, source, units[i % len(units)])
+        for to, source in pairs:
             if to.is_contiguous() and source.is_contiguous():
+                if to.stride() != source.stride():  # a size of 1 has any stride, and torch fuses what has the same
+                    to, source = to.view(-1), source.view(-1)
                 group = fused.setdefault(to.dtype, ([], []))
-                group[0].append(to.view(-1))
-                group[1].append(source.view(-1))
+                group[0].append(to)
+                group[1].append(source)
             else:
                 to.copy_(source)
         for destinations, sources in fused.values():
@@ -125,9 +129,12 @@ class CopyOut:
         return cut
 
     def _source(self, entry: _Entry, request: int, start: int, n: int) -> Tensor:
+        t = entry.tensor
         if entry.rows:
-            return entry.tensor.narrow(entry.dim, start, n)
-        return entry.tensor if self._requests == 1 else entry.tensor.narrow(entry.dim, request, 1)
+            t = t.narrow(entry.dim, start, n)
+        elif self._requests > 1:
+            t = t.narrow(entry.dim, request, 1)
+        return t if t.dtype is entry.unit else t.view(entry.unit)
 
     def _check(self, entry: _Entry, value: Rows | Whole, request: int, n: int) -> None:
         t, mine = value.tensor, entry.tensor
@@ -144,7 +151,7 @@ class CopyOut:
             raise self._refuse(
                 request, f"shares the memory of {entry.name} with the scratch cache, which every run overwrites"
             )
-        if any(step == 0 and size > 1 for step, size in zip(t.stride(), t.shape, strict=True)):
+        if 0 in (steps := t.stride()) and any(step == 0 and size > 1 for step, size in zip(steps, t.shape, strict=True)):
             raise self._refuse(
                 request, f"has {entry.name} as an expanded tensor, whose rows of shape {tuple(t.shape)} are one and the same"
             )
@@ -211,11 +218,12 @@ def _unit(t: Tensor, cut: int) -> torch.dtype:
     return same
 
 
-def _as_unit(to: Tensor, source: Tensor, unit: torch.dtype) -> tuple[Tensor, Tensor]:
-    if unit is source.dtype:
+def _alike(to: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """``to`` as the integers that ``source`` is, or both as narrower ones."""
+    if to.dtype is source.dtype:
         return to, source
     try:
-        return to.view(unit), source.view(unit)
+        return to.view(source.dtype), source
     except RuntimeError:  # the session lies otherwise in memory than the scratch cache
-        same = next(dtype for width, dtype in _WIDE if width == source.element_size())
+        same = next(dtype for width, dtype in _WIDE if width == to.element_size())
         return to.view(same), source.view(same)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from segue import _torch
 from segue.prime.copyout import CopyOut
 from segue.prime.trunk import Trunk
 
@@ -30,15 +31,22 @@ def deliver(
     """
     real = [r for r, n in enumerate(lengths) if n]
     reserve = getattr(trunk, "reserve", None)
-    with torch.inference_mode(inference), torch.no_grad():
+    with without_gradients(inference):
         if reserve is not None:
             for r in real:
                 reserve(sessions[r], lengths[r])
         states = [trunk.state(sessions[r]) for r in real]
-    with torch.inference_mode():
-        pairs = [copies.pairs(s, r, offsets[r], lengths[r]) for r, s in zip(real, states, strict=True)]
+    with _torch.inference_guard(True):
+        pairs = [pair for r, s in zip(real, states, strict=True) for pair in copies.pairs(s, r, offsets[r], lengths[r])]
         copies.check_apart(states, real)
-        copies.copy([pair for of_one in pairs for pair in of_one])
-    with torch.inference_mode(inference), torch.no_grad():
+        copies.copy(pairs)
+    with without_gradients(inference):
         for r in real:
             trunk.set_length(sessions[r], lengths[r])
+
+
+def without_gradients(inference: bool) -> Any:
+    """Context: in inference mode or not, and either way without gradients. In force from its making on."""
+    guard = _torch.inference_guard(inference)
+    torch.set_grad_enabled(False)  # leaving inference mode turns them on; the guard puts them back with the mode
+    return guard

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segue import _switch, devices
+from segue import _switch, _torch, devices
 from segue.capture import BreakableCapture
 from segue.capture.state import state
 from segue.devices import Device, Pool
 from segue.errors import UsageError
 from segue.prime.body import Inputs, Reference, body, embed, reference
 from segue.prime.copyout import CopyOut
-from segue.prime.delivery import deliver
+from segue.prime.delivery import deliver, without_gradients
 from segue.prime.modules import Modules, check_trunk
 from segue.prime.recording import Prime, Recorder
 from segue.prime.requests import Batch, Limits, read, read_tokens
@@ -150,17 +150,18 @@ class PrimeGraph:
         """
         if state.capture is not None:
             raise UsageError(f"{self.name}: it was run inside a capture, which would record it. Run it outside")
-        self._modules.check()
+        if self._capture is None:
+            self._modules.check()
         as_caller = torch.is_inference_mode_enabled()
         with self.pool.turn():
-            with torch.inference_mode():
+            with _torch.inference_guard(True):
                 batch = read(tokens, session, self._limits, self.trunk)
-                self._inputs.fill(embed(self.trunk, batch, self.name, self._like), batch)
+                offsets = self._inputs.fill(embed(self.trunk, batch, self.name, self._like), batch)
                 logits, hidden = self._forward()
-            with torch.inference_mode(as_caller), torch.no_grad():
+            # From here the device is at work, and what is checked costs no time. Only the scratch cache has been written.
+            self._modules.check()
+            with without_gradients(as_caller):
                 result = _owned(logits, hidden, batch)
-            # From here the device is at work, and checking the sessions costs no time.
-            offsets = batch.offsets(self.requests)
             deliver(self.trunk, self.copies, batch.sessions, batch.lengths, offsets, inference=as_caller)
         return result
 

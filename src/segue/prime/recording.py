@@ -84,7 +84,7 @@ class Recorder:
         Raises:
             CaptureError: the forward can't be in a graph. UsageError: it met a break point.
         """
-        capture = BreakableCapture(pool=self._pool, stream=self._stream, name=self._name, root=self._root)
+        capture = BreakableCapture(pool=self._pool, stream=self._stream, name=self._name, root=self._root, overlap=True)
         start = time.perf_counter()
         with self._named_errors(), torch.inference_mode(), capture:
             marks.begin(capture, cuts)

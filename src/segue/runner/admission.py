@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from segue.errors import UsageError
+from segue.errors import InputError, UsageError
 from segue.runner.ladder import Ladder
 
 EAGER = "eager"
@@ -70,6 +71,23 @@ class Admission:
         if limit is not None and bucket - tokens > (limit if isinstance(limit, int) else limit * bucket):
             return Decision(None, EAGER, PADDING)
         return Decision(bucket, strategy or self.strategies[-1], FITS, row)
+
+    def check(self, d: Any, tokens: int, requests: int) -> None:
+        """Check that a decision made elsewhere can serve a call.
+
+        Raises:
+            UsageError: it is none, or not one of this runner's. InputError: its bucket is too small.
+        """
+        if not isinstance(d, Decision):
+            raise UsageError(f"decision={d!r} is a {type(d).__qualname__}; take decisions from runner.admit(tokens)")
+        if d.bucket is None:
+            return
+        if d.bucket not in self.ladder or d.bucket in self.left_out or d.strategy not in self.strategies:
+            raise UsageError(f"{d} names a bucket or strategy this runner doesn't have; take decisions from runner.admit()")
+        if d.bucket < tokens or (d.requests is not None and d.requests < requests):
+            raise InputError(f"{d} holds fewer rows than the call's {tokens} tokens; admit the largest count of all ranks")
+        if (d.requests is None) != (self.requests is None):
+            raise UsageError(f"{d} and the runner disagree on whether there is a request axis; use admit(tokens, requests)")
 
     def explain(self, tokens: int, requests: int = -1) -> str:
         """The decision in a sentence, with its numbers."""

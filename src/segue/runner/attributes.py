@@ -30,14 +30,14 @@ def plain_values(root: Any, name: str = "") -> dict[str, Any]:
 
 def reached(root: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Everything that :func:`plain_values` looks at, with its name: the root, what it holds, tensors too."""
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # by id, and held, since the id of what is made anew at each look would be given out again
     todo: list[tuple[Any, str, int]] = [(root, name or _name_of(root), 0)]
     looked = 0
     while todo and looked < _MOST:
         obj, label, depth = todo.pop()
         if id(obj) in seen or (depth > _DEEP and not isinstance(obj, nn.Module)):
             continue
-        seen.add(id(obj))
+        seen[id(obj)] = obj
         yield label, obj
         for text, value in _children(obj):
             looked += 1

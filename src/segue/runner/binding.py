@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ Key = tuple[Any, ...]  # which optional inputs are there, and the plain flags: a
 PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 _MISSING: Any = inspect.Parameter.empty
 _RESERVED = ("decision",)
+_MOST_LOOKS = 1024
+_look = attrgetter("shape", "dtype", "layout", "device")  # with ``requires_grad``, all of a tensor that decides whether it fits
+Looks = tuple[Any, ...]
 
 
 class Call:
@@ -38,8 +42,8 @@ class Call:
     ) -> None:
         self.values, self.ctx, self.tensors, self.key = values, ctx, tensors, key
         self.tokens, self.requests, self.foreign = tokens, requests, foreign
-        self.specs: list[tuple[Leaf, Spec]] = []  # shown by this call, and kept once it has succeeded
-        self.updates: list[tuple[Any, Tensor]] = []  # its tensors that the forward wrote, with what they hold then
+        self.specs: Sequence[tuple[Leaf, Spec]] = ()  # shown by this call, and kept once it has succeeded
+        self.updates: Sequence[tuple[Any, Tensor]] = ()  # its tensors that the forward wrote, with what they hold then
 
     def write_back(self) -> None:
         """Give the caller's tensors what the forward wrote to its inputs, as an eager call would."""
@@ -47,7 +51,7 @@ class Call:
             with torch.inference_mode():
                 for mine, new in self.updates:
                     mine.copy_(new)
-            self.updates = []
+            self.updates = ()
 
 
 class Binder:
@@ -81,10 +85,16 @@ class Binder:
             if leaf.optional and self._defaults[leaf.slot] is _MISSING:
                 self._defaults[leaf.slot] = None
         self._rest = list(zip(self.names, self._defaults, strict=True))
+        self._all = len(self.names) if self._positional == len(self.names) and not self._open else -1
         self._flags = [i for i, name in enumerate(self.names) if name not in inputs and i != self.ctx_slot]
         self._nested = {i: inputs[name] for i, name in enumerate(self.names) if _is_nested(inputs.get(name))}
         self._optional = [i for i, leaf in enumerate(self.leaves) if leaf.optional]
         self._plain_key = not (self._flags or self._nested or self._optional or self.ctx_slot >= 0 or self._open)
+        self._pick: Callable[[Any], Sequence[Any]] = self._reach
+        if not self._nested and len(self.leaves) > 1:
+            self._pick = itemgetter(*[leaf.slot for leaf in self.leaves])
+        self._look = _look_if_there if self._optional else _look
+        self._accepted: dict[Looks, tuple[int, int, bool]] = {}  # what calls looked like, and their counts
         self.device: torch.device | None = None
 
     def place(self, device: torch.device) -> None:
@@ -100,10 +110,10 @@ class Binder:
             InputError: too many, unknown, repeated or missing arguments.
         """
         given = len(args)
+        if given == self._all and not kwargs:
+            return args, args[self.ctx_slot] if self.ctx_slot >= 0 and ctx is None else ctx
         if given > self._positional:
             raise InputError(f"{self.label} takes {self._positional} positional arguments; the call gives {given}")
-        if given == len(self._rest) and not kwargs and not self._open:
-            return args, args[self.ctx_slot] if self.ctx_slot >= 0 and ctx is None else ctx
         values = list(args)
         missing = ""
         for name, default in self._rest[given:]:
@@ -133,25 +143,47 @@ class Binder:
         Raises:
             InputError: an argument is missing, extra, or not what its input is declared as.
         """
-        values, ctx = self.arrange(args, kwargs, ctx)
+        values: Sequence[Any] = args
+        if kwargs or len(args) != self._all or self.ctx_slot >= 0:
+            values, ctx = self.arrange(args, kwargs, ctx)
+        tensors = list(self._pick(values))
+        counts = looks = None
+        if not torch.is_grad_enabled() or not any([getattr(t, "requires_grad", False) for t in tensors]):
+            try:
+                looks = tuple(map(self._look, tensors))
+                counts = self._accepted.get(looks)
+            except (AttributeError, TypeError):  # something else than a tensor: refused below
+                looks = None
+        specs: Sequence[tuple[Leaf, Spec]] = ()
+        if counts is None:
+            counts, specs = self._check(tensors)
+            if looks is not None and not specs:  # what a call shows first may yet be forgotten, if it fails
+                if len(self._accepted) >= _MOST_LOOKS:
+                    self._accepted.clear()
+                self._accepted[looks] = counts
+        key = () if self._plain_key else self._key(values, tensors, ctx)
+        call = Call(values, ctx, tensors, key, *counts)
+        if specs:
+            call.specs = specs
+        return call
+
+    def _check(self, tensors: Sequence[Any]) -> tuple[tuple[int, int, bool], Sequence[tuple[Leaf, Spec]]]:
+        """Check the values of all declared inputs: token and request counts, whether some are on the CPU where the runner
+        isn't, and what they show of inputs that no call has shown yet.
+        """
         device, grad = self.device, torch.is_grad_enabled()
-        tensors: list[Tensor | None] = []
-        shown: list[tuple[Leaf, Spec]] | None = None
+        shown: list[tuple[Leaf, Spec]] = []
         tokens = requests = -1
         foreign = False
-        for leaf in self.leaves:
-            t = values[leaf.slot]
-            if leaf.get is not None:
-                t = leaf.get(t)
+        for leaf, t in zip(self.leaves, tensors, strict=True):
             if t is None:
                 if not leaf.optional:
                     raise InputError(f"input {leaf.name!r} is None; only an input declared optional=True may be")
-                tensors.append(None)
                 continue
             spec = leaf.spec
             if spec is None:
                 spec = self._learn(leaf, t)
-                shown = [*(shown or ()), (leaf, spec)]
+                shown.append((leaf, spec))
             try:
                 shape, dim = t.shape, spec.dim
                 if dim is None:
@@ -172,22 +204,16 @@ class Binder:
             if leaf.token:
                 count = shape[dim] - leaf.extra
                 if count != tokens:
-                    tokens = count if tokens < 0 <= count else self._disagree(leaf, values, "token", count, tokens)
+                    tokens = count if tokens < 0 <= count else self._disagree(leaf, tensors, "token", count, tokens)
             elif leaf.request:
                 count = shape[dim] - leaf.extra
                 if count != requests:
                     requests = (
-                        count if requests < 0 <= count else self._disagree(leaf, values, "request", count, requests)
+                        count if requests < 0 <= count else self._disagree(leaf, tensors, "request", count, requests)
                     )
-            tensors.append(t)
         if tokens < 0:
             raise InputError(f"{self.label}: no token-shaped input was given, so the call has no token count")
-        call = Call(
-            values, ctx, tensors, () if self._plain_key else self._key(values, tensors, ctx), tokens, requests, foreign
-        )
-        if shown is not None:
-            call.specs = shown
-        return call
+        return (tokens, requests, foreign), shown
 
     def defaults(self) -> Sequence[Any]:
         """Values for all parameters without an example: their defaults, None for inputs.
@@ -219,7 +245,7 @@ class Binder:
         """Hold later calls to what this one, which succeeded, has shown of its inputs."""
         for leaf, spec in call.specs:
             leaf.spec = leaf.spec or spec
-        call.specs = []
+        call.specs = ()
 
     def invoke(self, call: Call, tensors: Sequence[Tensor | None], ctx: Any) -> Any:
         """Call the function with ``tensors`` in the places of the declared inputs."""
@@ -237,19 +263,25 @@ class Binder:
         named.update(further)
         return self._fn(*values[: self._unnamed], **named)
 
+    def _reach(self, values: Sequence[Any]) -> list[Any]:
+        """The values of the declared inputs, wherever they are in a structure."""
+        return [values[leaf.slot] if leaf.get is None else leaf.get(values[leaf.slot]) for leaf in self.leaves]
+
     def _learn(self, leaf: Leaf, t: Any) -> Spec:
         assert self.device is not None
         if not isinstance(t, Tensor) or t.layout is not torch.strided:
             raise leaf.refuse(t, None, self.device)
         return leaf.learn(t, self.device)
 
-    def _disagree(self, leaf: Leaf, values: Sequence[Any], what: str, count: int, before: int) -> int:
+    def _disagree(self, leaf: Leaf, tensors: Sequence[Any], what: str, count: int, before: int) -> int:
         if count < 0:
             raise InputError(
                 f"input {leaf.name!r} has {count + leaf.extra} rows, fewer than its {leaf.extra} extra ones"
             )
         first = next(
-            i for i in self.leaves if (i.token if what == "token" else i.request) and _value(i, values) is not None
+            i
+            for i, t in zip(self.leaves, tensors, strict=True)
+            if (i.token if what == "token" else i.request) and t is not None
         )
         raise InputError(
             f"input {first.name!r} has {before} {what}s and input {leaf.name!r} has {count}; they must agree"
@@ -340,9 +372,8 @@ def _child(value: Any, key: Any) -> Any:
     return None if value is None else dict(parts_of(value) or ()).get(key)
 
 
-def _value(leaf: Leaf, values: Sequence[Any]) -> Any:
-    value = values[leaf.slot]
-    return value if leaf.get is None else leaf.get(value)
+def _look_if_there(t: Any) -> Looks | None:
+    return None if t is None else _look(t)
 
 
 def _is_nested(declared: Any) -> bool:

@@ -18,6 +18,7 @@ from segue.runner.strategy import Strategy
 log = logging.getLogger("segue")
 Place = tuple[Key, int | None, int | None]  # variant, bucket, request bucket
 
+_MOST_ROUTES = 8192
 FAILED = "a failed capture"
 
 
@@ -37,6 +38,7 @@ class Buckets:
     def __init__(self, recorder: Recorder, lease: bool, retry: bool) -> None:
         self.recorder, self._lease, self._retry = recorder, lease, retry
         self.plans: dict[Place, Plan] = {}
+        self.routes: dict[tuple[Key, int, int], Plan] = {}  # where calls went: variant, tokens, requests
         self.failed: dict[Place, str] = {}
         self.warmed: dict[Place, Signature] = {}
         self.variants: set[Key] = set()
@@ -85,8 +87,15 @@ class Buckets:
             )
         return answer
 
+    def remember(self, call: Call, plan: Plan) -> None:
+        """Send later calls like this one straight to ``plan``, for as long as the rules of admission are what they are."""
+        if len(self.routes) >= _MOST_ROUTES:
+            self.routes.clear()
+        self.routes[call.key, call.tokens, call.requests] = plan
+
     def drop(self, places: Iterable[Place]) -> None:
         """Close some graphs."""
+        self.routes.clear()
         for place in list(places):
             self.plans.pop(place).close()
 

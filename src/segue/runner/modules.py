@@ -52,9 +52,9 @@ class Module:
         modes = self._modes
         if modes is None:
             modes = self._find()
-        if any(map(_in_training, modes)):
+        if modes and any(map(_in_training, modes)):
             raise next(self._trains(m, name) for name, m in self._modules if m.training)
-        if torch.is_grad_enabled() and any(map(_requires_grad, self._held)):
+        if self._held and torch.is_grad_enabled() and any(map(_requires_grad, self._held)):
             name = next(name for name, t in self._tensors if t.requires_grad)
             raise InputError(
                 f"{name} requires grad while grad mode is on, and graphs record no gradients. Call the runner under "

@@ -5,14 +5,18 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from segue import _torch
 from segue.capture import active_forward
 from segue.devices import Pool
 from segue.runner.binding import Call
 from segue.runner.outputs import Layout, Lease
-from segue.runner.staging import Stage, moved
+from segue.runner.staging import Stage
 from segue.runner.stats import Tally
 from segue.runner.strategy import Program
+
+_in_inference = torch.is_inference_mode_enabled
 
 
 class Plan:
@@ -30,11 +34,11 @@ class Plan:
         lease: bool,
     ) -> None:
         self.stage, self.program, self.layout, self.strategy = stage, program, layout, strategy
-        self._pool, self._lock, self._tally, self._lease = pool, lock, tally, lease
+        self._pool, self._lock, self._lease = pool, lock, lease
         self._turn, self._fill, self._replay = pool.turn, stage.fill, program.replay
-        self._bucket = stage.tokens
+        self._count = tally.replays_of(strategy, stage.tokens)
         self._writes = bool(stage.written)
-        self._buffers = stage.buffers if program.breaks else []  # what a break could write
+        self._breaks = program.breaks > 0  # one may write into the buffers
         self.closed = False
         self.driver_bytes = 0  # what the driver took while this was captured
 
@@ -42,25 +46,26 @@ class Plan:
         """The forward's answer for ``call``, from the graphs.
 
         Raises:
-            ReplayError: a tensor that the graphs read was re-pointed (nothing has run then), or a break's result
-            changed.
+            ReplayError: a tensor that the graphs read was re-pointed (then nothing has run that outlives the call), or a
+                break's result changed.
         """
-        tokens, requests, tally = call.tokens, call.requests, self._tally
+        tokens, requests, count = call.tokens, call.requests, self._count
         with self._lock, self._turn():
             self._fill(call.tensors, tokens, requests, call.foreign)
-            with _torch.inference_guard(True):
+            guard = None if _in_inference() else _torch.inference_guard(True)
+            try:
                 if call.ctx is None:
                     self._replay(tokens)
                 else:
                     with active_forward(call.ctx):
                         self._replay(tokens)
-                if self._writes or moved(self._buffers):
+                if self._writes or (self._breaks and self.stage.moved()):
                     self.stage.updates(call)
                     call.write_back()
-            tally.replayed += 1
-            tally.strategies[self.strategy] += 1
-            tally.rows += self._bucket
-            tally.padded += self._bucket - tokens
+            finally:
+                del guard  # what is given out below is of the caller's mode
+            count.calls += 1
+            count.tokens += tokens
             if self._lease:
                 return Lease(self.layout.lend(tokens, requests), self._pool, self)
             return self.layout.give(tokens, requests)

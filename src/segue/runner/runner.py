@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from segue import _switch, devices
-from segue.capture import active_forward, current_forward_ctx
 from segue.capture.state import state as thread
 from segue.capture.structure import take_apart
 from segue.devices import Device, Pool
-from segue.errors import InputError, NoBucketError, UsageError
+from segue.errors import NoBucketError, UsageError
 from segue.runner import options
 from segue.runner.admission import EAGER, Admission, Decision
 from segue.runner.binding import Binder, Call
 from segue.runner.buckets import FAILED, Buckets, CaptureFailed, Place
 from segue.runner.capturing import Recorder, may_capture
+from segue.runner.eager import run_eager
 from segue.runner.inputs import Declared
 from segue.runner.ladder import Ladder
 from segue.runner.memory import OVER_BUDGET, Cost, MemoryBudget, mib
 from segue.runner.modules import Module
-from segue.runner.outputs import Lease, Outputs, owned
+from segue.runner.outputs import Lease, Outputs
 from segue.runner.session import CaptureSummary
 from segue.runner.shadow import Shadow
 from segue.runner.stats import Stats, Tally
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from segue.check import Report
 
 log = logging.getLogger("segue")
-_MOST_DECISIONS = 8192
 
 
 class GraphRunner:
@@ -127,14 +126,13 @@ class GraphRunner:
             self.ladder, self.request_ladder, max_padding, tuple(s.name for s in self.strategies)
         )
         self._by_name = {s.name: s for s in self.strategies}
-        self._preferred = {s.name for s in self.strategies[:-1]}
+        self._preferred, self._one_way = {s.name for s in self.strategies[:-1]}, len(self.strategies) == 1
         self._strict, self._tally = strict, Tally()
         self._output_dims = output_token_dim, output_request_dim
         self._asked, self._pool, self._stream = device, pool, stream
         self._shadow = Shadow(verify_every, self.state) if verify_every else None
         self._closed, self._opening = False, threading.Lock()
         self._buckets: Buckets | None = None
-        self._decisions: dict[tuple[int, int], Decision] = {}
         if device is not None or pool is not None or self.module.device is not None:
             self._place(())
 
@@ -154,18 +152,8 @@ class GraphRunner:
             raise _nested(self._binder.label)
         self.module.look()
         call = self._read(args, kwargs, ctx)
-        if self.off:
-            return self._eager(call, "SEGUE=off")
-        if decision is None:
-            decision = self._decisions.get((call.tokens, call.requests)) or self._decide(call)
-        else:
-            self._check_decision(decision, call)
-        if decision.strategy in self._preferred:
-            call.key = (*call.key, decision.strategy)  # its plans are not those of the last strategy
-        plan = buckets.plans.get((call.key, decision.bucket, decision.requests))
-        if plan is None or self._shadow is not None:
-            return self._slow(call, decision, buckets)
-        return plan.run(call)
+        plan = buckets.routes.get((call.key, call.tokens, call.requests)) if decision is None else None
+        return self._route(call, decision, buckets) if plan is None else plan.run(call)
 
     def admit(self, tokens: int, requests: int = -1) -> Decision:
         """Where a call of ``tokens`` tokens would run, and why. Pure; O(log of the number of buckets).
@@ -204,9 +192,7 @@ class GraphRunner:
             raise _nested(self._binder.label)
         recorder = self._ready(args, kwargs).recorder
         call = self._read(args, kwargs, ctx)
-        d = self._decide(call) if decision is None else decision
-        if decision is not None:
-            self._check_decision(decision, call)
+        d = self._decide(call, decision)
         if d.bucket is None:
             raise NoBucketError(f"reference: {self.admission.explain(call.tokens, call.requests)}")
         with recorder.lock:
@@ -271,6 +257,20 @@ class GraphRunner:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
+    def _route(self, call: Call, given: Decision | None, buckets: Buckets) -> Any:
+        """Any call but one like an earlier one that was replayed."""
+        if self.off:
+            return self._eager(call, "SEGUE=off")
+        decision = self._decide(call, given)
+        if decision.strategy in self._preferred:
+            call.key = (*call.key, decision.strategy)  # its plans are not those of the last strategy
+        plan = buckets.plans.get((call.key, decision.bucket, decision.requests))
+        if plan is None or self._shadow is not None:
+            return self._slow(call, decision, buckets)
+        if given is None and self._one_way:  # another strategy may look at more than the counts
+            buckets.remember(call, plan)
+        return plan.run(call)
+
     def _slow(self, call: Call, d: Decision, buckets: Buckets) -> Any:
         """Everything but a plain replay: eager, the first two calls of a bucket, and shadowed replays."""
         place = (call.key, d.bucket, d.requests)
@@ -326,7 +326,8 @@ class GraphRunner:
         """Leave out a bucket that doesn't fit the memory budget, and say so. Longer buckets serve its calls, if any."""
         assert self.budget is not None
         self.admission = replace(self.admission, left_out={**self.admission.left_out, bucket: OVER_BUDGET})
-        self._decisions.clear()
+        if self._buckets is not None:
+            self._buckets.routes.clear()
         log.warning(
             "segue: bucket %s is left out: graphs would take %s, and memory_budget is %s",
             bucket,
@@ -343,51 +344,16 @@ class GraphRunner:
         return self._eager(call, reason)
 
     def _eager(self, call: Call, reason: str) -> Any:
-        """The plain function on the unpadded call."""
-        binder, device = self._binder, self._binder.device
         self._tally.fell_back(reason)
-        tensors = call.tensors
-        if call.foreign:
-            with torch.inference_mode(False), torch.no_grad():
-                tensors = [None if t is None else t.to(device) for t in tensors]
-        versions = [_version(t) for t in tensors] if call.foreign else []
-        with torch.inference_mode(), active_forward(call.ctx if call.ctx is not None else current_forward_ctx()):
-            raw = binder.invoke(call, tensors, call.ctx)
-            for mine, moved, version in zip(call.tensors, tensors, versions, strict=False):
-                if mine is not None and moved is not None and moved is not mine and _version(moved) != version:
-                    mine.copy_(moved)
-        binder.keep(call)
-        answer = owned(raw)
+        answer = run_eager(self._binder, call)
         return Lease(answer, None) if self._lease else answer
 
-    def _decide(self, call: Call) -> Decision:
-        if len(self.strategies) > 1:
-            return self.admission.decide(
-                call.tokens, call.requests, next(s.name for s in self.strategies if s.takes(call))
-            )
-        decision = self.admission.decide(call.tokens, call.requests)
-        if len(self._decisions) >= _MOST_DECISIONS:
-            self._decisions.clear()
-        self._decisions[call.tokens, call.requests] = decision
-        return decision
-
-    def _check_decision(self, d: Decision, call: Call) -> None:
-        if not isinstance(d, Decision):
-            raise UsageError(f"decision={d!r} is a {type(d).__qualname__}; take decisions from runner.admit(tokens)")
-        if d.bucket is None:
-            return
-        if d.bucket not in self.ladder or d.bucket in self.admission.left_out or d.strategy not in self._by_name:
-            raise UsageError(
-                f"{d} names a bucket or strategy this runner doesn't have; take decisions from runner.admit()"
-            )
-        if d.bucket < call.tokens or (d.requests is not None and d.requests < call.requests):
-            raise InputError(
-                f"{d} holds fewer rows than the call's {call.tokens} tokens; admit the largest count of all ranks"
-            )
-        if (d.requests is None) != (self.request_ladder is None):
-            raise UsageError(
-                f"{d} and the runner disagree on whether there is a request axis; use admit(tokens, requests)"
-            )
+    def _decide(self, call: Call, given: Decision | None) -> Decision:
+        if given is not None:
+            self.admission.check(given, call.tokens, call.requests)
+            return given
+        strategy = None if self._one_way else next(s.name for s in self.strategies if s.takes(call))
+        return self.admission.decide(call.tokens, call.requests, strategy)
 
     def _open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Buckets:
         if self._closed:
@@ -419,7 +385,6 @@ class GraphRunner:
             self.fn, self._binder, outputs, self._tally, device, pool, self._stream, self.ladder, self.request_ladder
         )
         self.admission = replace(self.admission, left_out={})
-        self._decisions.clear()
         if self.budget is not None:
             self.budget.seen.clear()
         self._buckets = Buckets(recorder, self._lease, self._retry)
@@ -446,7 +411,3 @@ def _nested(label: str) -> UsageError:
         "would take that forward's padded rows for real ones. Call it in a break point, or let the outer graph hold the plain "
         "function"
     )
-
-
-def _version(t: Tensor | None) -> int:
-    return -1 if t is None or t.is_inference() else t._version

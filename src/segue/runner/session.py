@@ -91,8 +91,8 @@ class Progress:
         if self._bar is not None:
             self._bar.advance(self._task)
 
-    def close(self, summary: CaptureSummary) -> None:
-        """The closing line, on stderr and in the log."""
+    def close(self, summary: object) -> None:
+        """The closing line, on stderr and in the log: what ``summary`` says as text."""
         log.info("%s", summary)
         if self._shown:
             from rich.console import Console

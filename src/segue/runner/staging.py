@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from segue import _torch
 from segue.runner.binding import Call
 from segue.runner.inputs import Leaf, Spec
 
 _MOST_PADS = 256  # rows of padding kept ready for a fused copy; longer tails are filled
 _MOST_VIEWS = 1024  # per stage: views of the row counts seen, dropped all at once
+_fused_copy: Any = torch._foreach_copy_  # of lists; one kernel where their tensors share a dtype and device
+_version = attrgetter("_version")
 
 
 class Buffer:
@@ -22,6 +25,7 @@ class Buffer:
 
     Which rows hold something else than padding is known as two ranges: ``[0, low)`` that the last call wrote, and one
     beyond its bucket that an older, longer call left. That works where a row is the same memory in every bucket.
+    ``tracked``: whether they are known at all. Whoever writes here, a stage or another, moves the version of ``flat``.
     """
 
     def __init__(self, leaf: Leaf, spec: Spec, capacity: int, device: torch.device) -> None:
@@ -37,7 +41,18 @@ class Buffer:
             if self.tracked:
                 sizes = spec.sizes(min(capacity, _MOST_PADS))
                 self.pads = torch.full(sizes, self.pad, dtype=spec.dtype, device=device)
-        self.version = self.flat._version
+        self._left, self._at = [self.flat._version], 0
+
+    @property
+    def version(self) -> int:
+        """What the last fill left: another one means that something else has written."""
+        return self._left[self._at]
+
+    def take_over(self, left: list[int], at: int) -> None:
+        """Another stage fills from here on, and keeps in ``left[at]`` the version that its last fill left."""
+        if self.flat._version != self.version:
+            self._low, self._from, self._upto = self.capacity, 0, 0
+        self._left, self._at = left, at
 
     def view(self, rows: int) -> Tensor:
         """The contiguous tensor of a bucket of ``rows`` rows."""
@@ -49,9 +64,6 @@ class Buffer:
         """Rows of ``[real, rows)`` to pad again, as the first ``real`` are about to be written; noted as done."""
         if not self.tracked:
             return real, rows
-        if self.flat._version != self.version:  # something else than staging wrote here
-            self._low = self.capacity
-            self._from = self._upto = 0
         low, start, upto = self._low, self._from, self._upto
         begin, end = real, min(low, rows)
         if start < upto:
@@ -91,13 +103,12 @@ class Buffer:
             return view
 
 
-def moved(buffers: Sequence[Buffer]) -> bool:
-    """Whether one was written since it was filled. A segment's replay may leave no trace."""
-    return any([b.flat._version != b.version for b in buffers])  # a list: at every replay, and quicker than a generator
-
-
 class Stage:
     """The buffers of one variant in one bucket. ``fill`` is what every replay runs first.
+
+    Stages share buffers. Each keeps the versions that its last fill left in its own, and as every fill moves the versions of
+    all that it fills, those tell at once that nobody was here since: then the tails are as they were, and with as many rows
+    as before there is nothing to pad.
 
     ``written``: places of the inputs that segments write. What a forward writes to an input goes back to the caller's tensor.
     """
@@ -122,6 +133,13 @@ class Stage:
             for slot, b, view in self._given
             if b.spec.dim is not None
         ]
+        picks = list(enumerate(self._slots))
+        self._fused = [(group, itemgetter(*slots)) for group, slots in picks if len(slots) > 1]
+        self._single = [(group, slots[0]) for group, slots in picks if len(slots) == 1]
+        self._flats = [b.flat for b in self.buffers]
+        self._left = [-1] * len(self.buffers)  # the versions after the last fill
+        self._counts: tuple[int, int] | None = None  # of the last fill, if another one like it has nothing to pad
+        self._cuts: list[list[Tensor]] = []
         self.written: set[int] = set()
         self._heads: dict[tuple[int, int], list[list[Tensor]]] = {}
         self._tails: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
@@ -132,40 +150,58 @@ class Stage:
         ``foreign``: some tensors are on the CPU and the buffers aren't. They go through pinned memory that torch's host
         allocator keeps until the copy has run, so that the caller may reuse its own at once.
         """
+        try:
+            untouched = [*map(_version, self._flats)] == self._left
+            if not untouched:
+                for at, buffer in enumerate(self.buffers):
+                    buffer.take_over(self._left, at)
+            if untouched and self._counts == (tokens, requests) and not foreign:
+                cuts = self._cuts
+                for group, pick in self._fused:
+                    _fused_copy(cuts[group], pick(tensors))
+                for group, slot in self._single:
+                    cuts[group][0].copy_(tensors[slot])
+            else:
+                self._fill_and_pad(tensors, tokens, requests, foreign)
+            self._left[:] = map(_version, self._flats)
+        except BaseException:
+            increment_version(self._flats)  # what was written isn't known, so no stage may rely on what it left
+            raise
+
+    def _fill_and_pad(self, tensors: Sequence[Any], tokens: int, requests: int, foreign: bool) -> None:
         heads = self._heads.get((tokens, requests))
         if heads is None:
             heads = self._cut(tokens, requests)
         if foreign:
             tensors = self._pinned(tensors)
-        try:
-            late = []
-            tails: list[tuple[int, Tensor, Tensor]] = []
-            for buffer, view, rows, extra, of_tokens, group in self._grown:
-                real = (tokens if of_tokens else requests) + extra
-                begin, end = buffer.claim(real, rows)
-                if begin < end:
-                    if buffer.pads is None or end - begin > _MOST_PADS:
-                        late.append((buffer, view, begin, end, real))
-                    else:
-                        tails.append((group, *self._tail(buffer, view, begin, end)))
-            for group, slots in enumerate(self._slots):
-                destinations, sources = heads[group], [tensors[slot] for slot in slots]
-                if tails:
-                    destinations = destinations + [to for at, to, _ in tails if at == group]
-                    sources += [pads for at, _, pads in tails if at == group]
-                if len(sources) == 1 or foreign:
-                    for to, source in zip(destinations, sources, strict=True):
-                        to.copy_(source, non_blocking=True)
+        late, known = [], True
+        tails: list[tuple[int, Tensor, Tensor]] = []
+        for buffer, view, rows, extra, of_tokens, group in self._grown:
+            real = (tokens if of_tokens else requests) + extra
+            known = known and buffer.tracked
+            begin, end = buffer.claim(real, rows)
+            if begin < end:
+                if buffer.pads is None or end - begin > _MOST_PADS:
+                    late.append((buffer, view, begin, end, real))
                 else:
-                    _torch.foreach_copy(destinations, sources)
-            for buffer, view, begin, end, real in late:
-                buffer.refill(view, begin, end, real)
-            for buffer in self.buffers:
-                buffer.version = buffer.flat._version
-        except BaseException:
-            for buffer in self.buffers:
-                buffer.version = -1
-            raise
+                    tails.append((group, *self._tail(buffer, view, begin, end)))
+        for group, slots in enumerate(self._slots):
+            destinations, sources = heads[group], [tensors[slot] for slot in slots]
+            if tails:
+                destinations = destinations + [to for at, to, _ in tails if at == group]
+                sources += [pads for at, _, pads in tails if at == group]
+            if len(sources) == 1 or foreign:
+                for to, source in zip(destinations, sources, strict=True):
+                    to.copy_(source, non_blocking=True)
+            else:
+                _fused_copy(destinations, sources)
+        for buffer, view, begin, end, real in late:
+            buffer.refill(view, begin, end, real)
+        self._counts, self._cuts = (tokens, requests) if known else None, heads
+
+    def moved(self) -> bool:
+        """Whether a buffer was written since it was filled. A segment's replay may leave no trace."""
+        return [*map(_version, self._flats)] != self._left
 
     def wrote(self, outside: Sequence[Tensor]) -> None:
         """Note which inputs are among the tensors that a program's segments write."""
@@ -174,6 +210,7 @@ class Stage:
             if buffer.flat.data_ptr() in addresses:
                 buffer.written_by_graph()
                 self.written.add(slot)
+                self._counts = None
 
     def updates(self, call: Call) -> None:
         """Note in ``call`` which of its tensors the forward that ran on the buffers has written, with the new values."""

@@ -31,6 +31,15 @@ class Stats:
     buckets: tuple[int, ...] = ()
 
 
+class Replays:
+    """Those of one bucket by one strategy, and the real rows in all of them. A replay counts here, in two additions."""
+
+    __slots__ = ("calls", "tokens")
+
+    def __init__(self) -> None:
+        self.calls = self.tokens = 0
+
+
 class Tally:
     """The counters behind the snapshots. Several threads may lose a count, never a call."""
 
@@ -39,19 +48,22 @@ class Tally:
         "eager",
         "padded",
         "reasons",
-        "replayed",
+        "replays",
         "rows",
         "seconds",
-        "strategies",
         "warmed",
     )
 
     def __init__(self) -> None:
-        self.warmed = self.captured = self.replayed = self.eager = 0
-        self.rows = self.padded = 0
+        self.warmed = self.captured = self.eager = 0
+        self.rows = self.padded = 0  # of calls that were warmed or captured
         self.seconds = 0.0
         self.reasons: Counter[str] = Counter()
-        self.strategies: Counter[str] = Counter()
+        self.replays: dict[tuple[str, int], Replays] = {}
+
+    def replays_of(self, strategy: str, bucket: int) -> Replays:
+        """Where the replays of a bucket by a strategy count."""
+        return self.replays.setdefault((strategy, bucket), Replays())
 
     def served(self, bucket: int, tokens: int) -> None:
         """A bucket has served a call."""
@@ -63,16 +75,23 @@ class Tally:
         self.reasons[reason] += 1
 
     def snapshot(self, pool_bytes: int, driver_bytes: int, buckets: tuple[int, ...]) -> Stats:
+        rows, padded = self.rows, self.padded
+        strategies: Counter[str] = Counter()
+        for (strategy, bucket), replays in list(self.replays.items()):
+            if replays.calls:
+                strategies[strategy] += replays.calls
+                rows += replays.calls * bucket
+                padded += replays.calls * bucket - replays.tokens
         return Stats(
             warmed=self.warmed,
             captured=self.captured,
-            replayed=self.replayed,
+            replayed=strategies.total(),
             eager=self.eager,
             reasons=MappingProxyType(dict(self.reasons)),
-            padding_share=self.padded / self.rows if self.rows else 0.0,
+            padding_share=padded / rows if rows else 0.0,
             pool_bytes=pool_bytes,
             driver_bytes=driver_bytes,
-            strategies=MappingProxyType(dict(self.strategies)),
+            strategies=MappingProxyType(dict(strategies)),
             capture_seconds=self.seconds,
             buckets=buckets,
         )

@@ -91,7 +91,7 @@ class Breakable:
             whatever the forward or the capture raises; ``job.launched`` says whether a segment or break had run.
         """
         capture = BreakableCapture(
-            rows=job.tokens, pool=job.pool, stream=job.stream, valid_rows=job.valid, name=job.name, root=job.root
+            rows=job.tokens, pool=job.pool, stream=job.stream, valid_rows=job.valid, name=job.name, root=job.root, overlap=True
         )
         with torch.inference_mode(), active_forward(job.ctx), capture:
             try:

@@ -103,7 +103,7 @@ class _Session:
         try:
             with writes:
                 self.buckets.warm(call, tokens, requests, self._context(tokens))
-            self.call.specs = []
+            self.call.specs = ()
             with writes:
                 self.buckets.record(call, tokens, requests, self._context(tokens), runner.strategies[-1])
         except CaptureFailed:

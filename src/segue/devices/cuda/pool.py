@@ -7,7 +7,7 @@ import bisect
 import contextlib
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,9 @@ class CudaPool:
         self._starts: list[int] = []  # of the pool's memory, sorted, with the ends beside them
         self._ends: list[int] = []
         self._mark: object = None
-        self._turn = _Turn(self)
+        self._growing = False  # any op may take memory now
+        self._known = False  # nothing was taken since the last look
+        self._turn = _Turn(self, device.index)
         session_books.pools.add(self)
 
     def anchor(self) -> None:
@@ -88,11 +90,20 @@ class CudaPool:
                 raise
             self._anchor = graph
 
-    def owns(self, t: Tensor) -> bool:
+    def owns(self, t: Tensor, look: bool = True) -> bool:
         if t.device != self.device.torch_device:
             return False
         address = _torch.storage_span(t)[0]
-        return self._holds(address) or (self._grew() and self._holds(address))
+        return self._holds(address) or (look and self._grew() and self._holds(address))
+
+    @contextlib.contextmanager
+    def growing(self) -> Iterator[None]:
+        """While a segment is recorded, when any op may take memory for the pool."""
+        self._growing, self._known = True, False
+        try:
+            yield
+        finally:
+            self._growing = self._known = False
 
     def _holds(self, address: int) -> bool:
         i = bisect.bisect_right(self._starts, address) - 1
@@ -100,6 +111,9 @@ class CudaPool:
 
     def _grew(self) -> bool:
         """Look again which memory is this pool's, if torch has taken any from the device since the last time."""
+        if self._known:
+            return False
+        self._known = not self._growing
         mark = _torch.allocator_mark(self.device.index)
         if mark == self._mark:
             return False
@@ -109,6 +123,7 @@ class CudaPool:
         return True
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self._known = False
         with torch.inference_mode(False), _torch.allocating_from(self.id, self.device.index):
             return torch.empty_strided(size, stride, dtype=dtype, device=self.device.torch_device)
 
@@ -166,32 +181,12 @@ class CudaPool:
         self._starts, self._ends, self._mark = [], [], None
         torch.cuda.empty_cache()
 
-    def enter(self) -> None:
-        self._lock.acquire()
-        before = _torch.current_device()
-        self._devices.append(before)
-        try:
-            self.replays += 1
-            if before != self.device.index:
-                torch.cuda.set_device(self.device.index)
-            raw = _torch.raw_stream(self.device.index)
-            if raw != self._stream:
-                current = torch.cuda.current_stream(self.device.torch_device)
-                if self._stream_object is not None:
-                    current.wait_stream(self._stream_object)
-                self._stream, self._stream_object = raw, current
-        except BaseException:
-            self.leave()
-            raise
-
-    def leave(self) -> None:
-        before = self._devices.pop()
-        if before != self.device.index:
-            torch.cuda.set_device(before)
-        self._lock.release()
-        if self._put_off:
-            with session_books.lock:
-                self.flush()
+    def follow(self, stream: int) -> None:
+        """Go on in ``stream``, the current one: what it is given waits for the last replay, wherever that ran."""
+        current = torch.cuda.current_stream(self.device.torch_device)
+        if self._stream_object is not None:
+            current.wait_stream(self._stream_object)
+        self._stream, self._stream_object = stream, current
 
     def _segments(self) -> list[dict[str, Any]]:
         mine = tuple(self.id)
@@ -212,15 +207,35 @@ class CudaPool:
 
 
 class _Turn:
-    """Entering costs a lock and a comparison; a generator-based context manager would cost ten times that."""
+    """Entering costs a lock and two comparisons; a generator-based context manager would cost ten times that."""
 
-    __slots__ = ("_pool",)
+    __slots__ = ("_index", "_pool")
 
-    def __init__(self, pool: CudaPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: CudaPool, index: int) -> None:
+        self._pool, self._index = pool, index
 
     def __enter__(self) -> None:
-        self._pool.enter()
+        pool, index = self._pool, self._index
+        pool._lock.acquire()
+        before = _torch.current_device()
+        pool._devices.append(before)
+        pool.replays += 1
+        try:
+            if before != index:
+                torch.cuda.set_device(index)
+            stream = _torch.raw_stream(index)
+            if stream != pool._stream:
+                pool.follow(stream)
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self._pool.leave()
+        pool = self._pool
+        before = pool._devices.pop()
+        if before != self._index:
+            torch.cuda.set_device(before)
+        pool._lock.release()
+        if pool._put_off:
+            with session_books.lock:
+                pool.flush()

@@ -18,32 +18,46 @@ from segue.errors import CaptureError
 class CudaSegment:
     """One instantiated CUDA graph."""
 
-    __slots__ = ("empty", "graph", "launch")
+    __slots__ = ("_events", "_forbid", "_waits", "empty", "graph", "launch")
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, empty: bool, seen: Seen) -> None:
-        waits, events = list(seen.waits), seen.records
-        self.graph, self.empty = graph, empty and not waits and not events
-        launch: Callable[[], None] = _nothing if empty else _torch.graph_launcher(graph)
-        self.launch = launch if not waits and not events else _surrounded(launch, waits, events)
+    def __init__(self, graph: torch.cuda.CUDAGraph, empty: bool, seen: Seen, device: int) -> None:
+        self._waits, self._events = list(seen.waits), seen.records
+        self.graph, self.empty = graph, empty and not self._waits and not self._events
+        self._forbid = _nothing
+        self.launch = self._surrounded(_nothing) if empty else lambda: self._first_launch(device)
+
+    def _first_launch(self, device: int) -> None:
+        """By torch, which sets the generators that the graph draws from. If it draws from none, later launches do without."""
+        self.launch = launch = self._surrounded(_torch.graph_launcher(self.graph))
+        before = _torch.random_state(device)
+        launch()
+        if _torch.random_state(device) == before and (plain := _torch.plain_launcher(self.graph, device)) is not None:
+            self.launch, self._forbid = self._surrounded(plain[0]), plain[1]
 
     def destroy(self) -> None:
-        """Free the graph. A later launch is torch's error, never a stale result."""
+        """Free the graph. A later launch is an error, never a stale result."""
+        self._forbid()
         self.graph.reset()
+
+
+    def _surrounded(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """``launch`` after what the segment was seen to wait for, and before the events that it was seen to record."""
+        waits, events = self._waits, self._events
+        if not waits and not events:
+            return launch
+
+        def with_edges() -> None:
+            for wait in waits:
+                wait()
+            launch()
+            for event in events:
+                event.record()
+
+        return with_edges
 
 
 def _nothing() -> None:
     return None
-
-
-def _surrounded(launch: Callable[[], None], waits: list[Callable[[], None]], events: list[Any]) -> Callable[[], None]:
-    def with_edges() -> None:
-        for wait in waits:
-            wait()
-        launch()
-        for event in events:
-            event.record()
-
-    return with_edges
 
 
 class CudaRecording:
@@ -53,9 +67,11 @@ class CudaRecording:
 
     def __init__(self, pool: CudaPool) -> None:
         pool.anchor()
+        self._device = pool.device.index
+        self._scope = ExitStack()
+        self._scope.enter_context(pool.growing())
         self._graph = _torch.new_graph()
         self._seen = Seen()
-        self._scope = ExitStack()
         self._scope.enter_context(_fail_on_recompile())
         self._scope.enter_context(observing(self._seen))
         try:
@@ -65,7 +81,7 @@ class CudaRecording:
             raise
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)
+        return _torch.kernel(func)(*args, **kwargs)
 
     def commit(self) -> CudaSegment:
         """End the capture and instantiate the graph.
@@ -79,7 +95,7 @@ class CudaRecording:
         except Exception as e:
             self.abort()
             raise CaptureError(_why(str(e))) from e
-        return CudaSegment(self._graph, empty, self._seen)
+        return CudaSegment(self._graph, empty, self._seen, self._device)
 
     def abort(self) -> None:
         self._scope.close()

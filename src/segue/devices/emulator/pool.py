@@ -53,7 +53,7 @@ class EmulatedPool:
         self._retiring = False  # the last capture has gone, and memory may go with the last block
         self._segments: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def owns(self, t: Tensor) -> bool:
+    def owns(self, t: Tensor, look: bool = True) -> bool:
         return t.device.type == "cpu" and self.holds(_torch.storage_span(t)[0])
 
     def holds(self, address: int) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from segue import _torch
 from segue.capture.breaks import break_point
 from segue.capture.state import current_forward_ctx
+from segue.integrations.transformers.beginning import begin_layer
 from segue.integrations.transformers.implementation import Implementation
 
 # Arguments of an attention function that belong to the running forward: bound at capture, they'd be the first call's.
@@ -29,13 +30,23 @@ class Forward:
     batch: int
     length: int  # tokens of each sequence, padding included
     cache: Any  # transformers' Cache, or None
-    masks: Sequence[Any]  # one per layer, as the model's own masks for its own attention; None where it needs none
+    make_masks: Callable[[], Sequence[Any]]  # before the cache has grown
+    masked: bool  # the caller gave a mask
     attention: Callable[..., Any]  # the model's own
     implementation: Implementation
     live: dict[str, Any]  # arguments that the model's own attention would get, as this call has them
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)  # the caller's mode
     fresh: bool = False  # one prompt for an empty cache, as a prime graph takes it
     reached: list[int] | None = None  # layers whose attention got here, for the probe
+    _masks: Sequence[Any] | None = None
+
+    @property
+    def masks(self) -> Sequence[Any]:
+        """One per layer, as the model's own masks for its own attention; None where it needs none. Made when the first break
+        asks: by then the device has the first segment to run."""
+        if self._masks is None:
+            self._masks = self.make_masks()
+        return self._masks
 
 
 def attention_forward(
@@ -79,9 +90,11 @@ def _attend(
         forward.reached.append(layer)
     if forward.batch != 1:
         query, key, value = (_batched(t, forward.batch, forward.length) for t in (query, key, value))
+    mask = forward.masks[layer]
     if forward.cache is not None:
+        begin_layer(forward.cache, layer, key, value)
         key, value = forward.cache.update(key, value, layer)
-    out: Tensor = forward.attention(module, query, key, value, forward.masks[layer], **options, **forward.live)[0]
+    out: Tensor = forward.attention(module, query, key, value, mask, **options, **forward.live)[0]
     return out if forward.batch == 1 else out.reshape(1, forward.batch * forward.length, *out.shape[2:])
 
 

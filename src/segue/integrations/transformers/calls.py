@@ -39,7 +39,7 @@ class Call:
         if self.position_ids is not None:
             return self.position_ids
         past = cache.get_seq_length() if cache is not None else 0
-        return (torch.arange(self.length, device=device) + past).unsqueeze(0)
+        return torch.arange(past, past + self.length, device=device).unsqueeze(0)
 
 
 class Reader:
@@ -48,6 +48,9 @@ class Reader:
     def __init__(self, config: Any, forward: Callable[..., Any]) -> None:
         self._config = config
         self._signature = inspect.signature(forward)
+        parameters = self._signature.parameters.values()
+        self._named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        self._open = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.cache_name = names.cache_name(forward)
         self._layers = names.growing_layers()
 
@@ -56,10 +59,9 @@ class Reader:
         if "past_key_values" in kwargs:
             kwargs = {self.cache_name if k == "past_key_values" else k: v for k, v in kwargs.items()}
         try:
-            given = self._signature.bind(*args, **kwargs).arguments
+            given, rest = self._bound(args, kwargs)
         except TypeError:
             return "arguments that the model's forward doesn't take"
-        rest = {**given.pop("kwargs", {})}
         ids, embeds = given.pop("input_ids", None), given.pop("inputs_embeds", None)
         mask, positions = given.pop("attention_mask", None), given.pop("position_ids", None)
         cache, use_cache = given.pop(self.cache_name, None), given.pop("use_cache", None)
@@ -78,6 +80,14 @@ class Reader:
         return reason or Call(
             ids, embeds, mask, positions, cache, use_cache, return_dict is not False, int(shape[0]), int(shape[1])
         )
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The arguments that the forward names, and the others."""
+        if not args and (self._open or kwargs.keys() <= self._named):  # the usual call; binding it takes ten times as long
+            named = self._named
+            return {k: v for k, v in kwargs.items() if k in named}, {k: v for k, v in kwargs.items() if k not in named}
+        given = self._signature.bind(*args, **kwargs).arguments
+        return given, {**given.pop("kwargs", {})}
 
     def _recorded(self, rest: dict[str, Any]) -> str | None:
         for name in ("output_hidden_states", "output_attentions"):

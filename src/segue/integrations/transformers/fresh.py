@@ -36,9 +36,10 @@ def is_fresh(ctx: Forward, positions: Tensor | None, decoder: Any) -> bool:
         return False
     if not_causal(decoder) is not None:
         return False
-    if any(mask is not None for mask in ctx.masks) or cache.get_seq_length():
+    if cache.get_seq_length() or {*map(type, cache.layers)} - {names.growing_layers()[0]}:
         return False
-    if any(type(layer) is not names.growing_layers()[0] for layer in cache.layers):
+    # Without a mask of the caller's, full attention at the usual positions has none but the causal one.
+    if ctx.masked and {*map(type, ctx.masks)} - {type(None)}:
         return False
     return positions is None or torch.equal(positions[0], torch.arange(ctx.length, device=positions.device))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from types import MappingProxyType
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from segue import _switch
+from segue import _switch, _torch
 from segue.errors import UsageError
 from segue.integrations.transformers import checks, fresh, names
 from segue.integrations.transformers.attention import Forward, attention_forward
@@ -24,6 +25,8 @@ from segue.integrations.transformers.implementation import NAME, Implementation
 from segue.integrations.transformers.taken import Taken
 from segue.prime.strategy import PrimeStrategy
 from segue.runner import Breakable, GraphRunner, Input, Job, Ladder, Program
+from segue.runner.memory import mib
+from segue.runner.session import Progress
 
 if TYPE_CHECKING:
     from segue.devices import Device
@@ -95,8 +98,7 @@ class Accelerated(Handle):
             x = self._decoder.get_input_embeddings()(ids)[0]
             self._runner.capture(x, ids[0], ctx=self._capture_context(1))
             if self._prime is not None and not self._runner.off:
-                for bucket in reversed(list(self._runner.ladder)):
-                    self._capture_prime(self._prime, bucket, x.expand(bucket, -1))
+                self._capture_primes(self._prime, x)
 
     def recapture(self) -> None:
         """Drop every graph, so that each bucket is captured anew: for weights that moved and modules that were replaced."""
@@ -174,10 +176,7 @@ class Accelerated(Handle):
         embeds = call.embeds if call.embeds is not None else decoder.get_input_embeddings()(call.input_ids)
         cache = names.new_cache(decoder.config) if call.use_cache and call.cache is None else call.cache
         positions = call.positions(cache, embeds.device)
-        masks = call.attention_mask
-        if not isinstance(masks, dict):
-            masks = names.make_masks(decoder.config, embeds, masks, cache, positions)
-        ctx = self._context(call, masks, cache, positions, reached)
+        ctx = self._context(call, embeds, cache, positions, reached)
         x = embeds.reshape(call.tokens, embeds.shape[-1])
         flat = positions.expand(call.batch, call.length).reshape(call.tokens).long()
         hidden = run(x, flat, ctx=ctx).view(call.batch, call.length, -1)
@@ -185,18 +184,36 @@ class Accelerated(Handle):
         return out if call.return_dict else out.to_tuple()
 
     def _context(
-        self, call: Call, masks: Any, cache: Any, positions: Tensor, reached: list[int] | None = None
+        self, call: Call, embeds: Tensor, cache: Any, positions: Tensor, reached: list[int] | None = None
     ) -> Forward:
-        types = getattr(self._decoder.config, "layer_types", None)
-        per_layer = [masks[kind] for kind in types or ()] if isinstance(masks, dict) else [masks] * self._layers
+        def make_masks() -> list[Any]:
+            masks, config = call.attention_mask, self._decoder.config
+            if not isinstance(masks, dict):
+                masks = names.make_masks(config, embeds, masks, cache, positions)
+            types = getattr(config, "layer_types", None)
+            return [masks[kind] for kind in types or ()] if isinstance(masks, dict) else [masks] * self._layers
+
         name = self._implementation.name
         function = self._functions.get(name)
         if function is None:
             function = self._functions[name] = names.attention_function(self._attention_module, name)
         live = {"position_ids": positions, "use_cache": call.use_cache}
-        ctx = Forward(call.batch, call.length, cache, per_layer, function, self._implementation, live, reached=reached)
+        masked = call.attention_mask is not None
+        ctx = Forward(call.batch, call.length, cache, make_masks, masked, function, self._implementation, live, reached=reached)
         ctx.fresh = self._prime is not None and fresh.is_fresh(ctx, call.position_ids, self._decoder)
         return ctx
+
+    def _capture_primes(self, prime: PrimeStrategy, x: Tensor) -> None:
+        """The ladder once more, for fresh prompts; ``x`` [1, D]."""
+        buckets, start = sorted(self._runner.ladder, reverse=True), time.perf_counter()
+        progress = Progress(len(buckets), self._runner.progress)
+        with progress.showing():
+            for bucket in buckets:
+                progress.bucket(bucket, _torch.free_bytes(self._device))
+                self._capture_prime(prime, bucket, x.expand(bucket, -1))
+                progress.done()
+        count, seconds = len(prime.captured), time.perf_counter() - start
+        progress.close(f"captured {count} prime graphs in {seconds:.1f} s; {mib(prime.scratch_bytes)} scratch cache")
 
     def _capture_prime(self, prime: PrimeStrategy, bucket: int, x: Tensor) -> None:
         """Warm up and capture one bucket on a prompt ``x`` [bucket, D] for a throwaway cache; nothing if it is no fresh one
@@ -215,9 +232,7 @@ class Accelerated(Handle):
         call = Call(None, None, None, None, cache, cache is not None, True, 1, bucket)
         weight = self._decoder.get_input_embeddings().weight
         positions = call.positions(cache, self._device)
-        embeds = weight.detach()[:1].expand(bucket, -1)[None]
-        masks = names.make_masks(self._decoder.config, embeds, None, cache, positions)
-        return self._context(call, masks, cache, positions)
+        return self._context(call, weight.detach()[:1].expand(bucket, -1)[None], cache, positions)
 
     def _prime_strategy(self, strategy: str, rows: int) -> PrimeStrategy | None:
         """For fresh prompts; None where none was asked for, or ``"auto"`` meets a model that has no use for it."""

@@ -6,27 +6,42 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from segue import _torch
 from segue.errors import InputError, UsageError
 from segue.integrations.transformers import checks, names
 from segue.prime import Rows, cut_here
 
+_TOGETHER = 8  # keys and values of so many layers are kept in one fused copy: each copy alone takes the device 2 us
 NAME = "segue_prime"  # the attention implementation, while a trunk's forward runs
 _OWN = ("sdpa", "eager")
 
 
-@dataclass(frozen=True)
 class _Running:
-    """What attention needs of the forward that is running. ``kv``: [layers, 2, 1, Hkv, rows, D]."""
+    """What attention needs of the forward that is running. ``kv``: keys and values of each layer [2 * layers, Hkv, rows, D]."""
 
-    kv: Tensor
-    attention: Callable[..., Any]
-    mask: Tensor | None
+    def __init__(self, kv: Tensor, attention: Callable[..., Any], mask: Tensor | None) -> None:
+        self.attention, self.mask, self._kv = attention, mask, kv
+        self._to: list[Tensor] = []
+        self._kept: list[Tensor] = []
+
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Have keys and values [1, Hkv, N, D] in the cache, by the end of the forward."""
+        for at, t in ((2 * layer, key), (2 * layer + 1, value)):
+            self._to.append(self._kv[at, :, : t.shape[2]])
+            self._kept.append(t[0])
+        if len(self._to) >= 2 * _TOGETHER:
+            self.flush()
+
+    def flush(self) -> None:
+        """Do the copies that are due."""
+        if self._to:
+            _torch.foreach_copy(self._to, self._kept)
+        self._to, self._kept = [], []
 
 
 class _Now(threading.local):
@@ -39,8 +54,8 @@ _now = _Now()
 class ModelTrunk:
     """A trunk for the families that :func:`segue.accelerate` serves, with full attention in every layer.
 
-    A session is a fresh ``DynamicCache``. After a run its keys and values of all layers are views of one block [layers,
-    2, 1, Hkv, n, D], filled by one copy, which goes when the cache has grown.
+    A session is a fresh ``DynamicCache``. After a run its keys and values of all layers lie in one block [2 * layers, Hkv,
+    n, D], filled by one copy, which goes when the cache has grown.
 
     Args:
         model: a ``PreTrainedModel`` with a language-model head, in eval mode, on one device.
@@ -62,6 +77,7 @@ class ModelTrunk:
         self._configs = list({id(c): c for m in self._decoder.modules() if (c := getattr(m, "config", None))}.values())
         self._device = checks.device_of(self._decoder)
         self._attention = self._decoder.layers[0].self_attn
+        self._shape = 2 * len(self._decoder.layers), self._config.num_key_value_heads, self._attention.head_dim
         self._cache_name = names.cache_name(self._forward)
         self._blocks: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
         self._check_layers()
@@ -71,25 +87,21 @@ class ModelTrunk:
         AttentionInterface.register(NAME, _attend)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Ids [n] to [n, D].
-
-        Raises:
-            UsageError: attention is not causal (any more), and padded rows would reach real ones.
-        """
-        self._check_causal()
+        """Ids [n] to [n, D]."""
         return self._decoder.get_input_embeddings()(tokens)  # type: ignore[no-any-return]
 
     def new_cache(self, rows: int, requests: int = 1) -> Any:
         """A cache with room for ``rows`` tokens: a scratch cache. The prompts of all requests lie in one row of tokens."""
         cache = names.new_cache(self._config)
-        self._blocks[cache] = self._block(rows).zero_()
+        # One token after the other, as the projections give them, for then they can be kept in fused copies.
+        self._blocks[cache] = self._block(rows, tokens_first=True).zero_()
         self._attach(cache, self._blocks[cache])
         return cache
 
     def part(self, cache: Any, rows: int) -> Any:
         """The first ``rows`` rows of a scratch cache, as one."""
         part = names.new_cache(self._config)
-        self._blocks[part] = self._blocks[cache].narrow(4, 0, rows)
+        self._blocks[part] = self._blocks[cache].narrow(2, 0, rows)
         self._attach(part, self._blocks[part])
         return part
 
@@ -101,7 +113,12 @@ class ModelTrunk:
         """Nothing: the forward reads no row that it hasn't written."""
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
-        """[rows, D] to [rows, D] by the decoder's own forward, keys and values into ``cache``."""
+        """[rows, D] to [rows, D] by the decoder's own forward, keys and values into ``cache``.
+
+        Raises:
+            UsageError: attention is not causal, and padded rows would reach real ones.
+        """
+        self._check_causal()
         rows = torch.arange(x.shape[0], device=x.device)
         if cu_seqlens.shape[0] == 2:
             positions, request = rows, None
@@ -123,18 +140,19 @@ class ModelTrunk:
         return self.model.get_output_embeddings()(last)  # type: ignore[no-any-return]
 
     def state(self, cache: Any) -> Mapping[str, Rows]:
-        """Keys and values of all layers, one row a token along dimension 4."""
-        return {"keys and values": Rows(self._blocks[cache], dim=4)}
+        """Keys and values of all layers, one row a token along dimension 2."""
+        return {"keys and values": Rows(self._blocks[cache], dim=2)}
 
     def reserve(self, session: Any, n: int) -> None:
         """Memory for ``n`` tokens, kept beside the session until :meth:`set_length`.
 
         Raises:
-            InputError: the session is no cache of this model.
+            InputError: the session is no cache of this model. UsageError: attention is not causal any more.
         """
-        strange = next((layer for layer in session.layers if type(layer) is not names.growing_layers()[0]), None)
+        self._check_causal()
+        strange = next(iter({*map(type, session.layers)} - {names.growing_layers()[0]}), None)
         if strange is not None or len(session.layers) not in (0, len(self._decoder.layers)):
-            what = f"{len(session.layers)} layers" if strange is None else f"layers of type {type(strange).__name__}"
+            what = f"{len(session.layers)} layers" if strange is None else f"layers of type {strange.__name__}"
             raise InputError(
                 f"a session with {what} is of another model: {type(self.model).__name__} has {len(self._decoder.layers)} "
                 "layers of full attention. Give a fresh DynamicCache(config=model.config)"
@@ -154,19 +172,21 @@ class ModelTrunk:
         out = self._forward(input_ids=token[None], use_cache=True, return_dict=True, **{self._cache_name: session})
         return self.head(out.last_hidden_state[:, -1])
 
-    def _block(self, rows: int) -> Tensor:
-        heads = self._config.num_key_value_heads
-        shape = len(self._decoder.layers), 2, 1, heads, rows, self._attention.head_dim
-        return torch.empty(shape, dtype=self._decoder.get_input_embeddings().weight.dtype, device=self._device)
+    def _block(self, rows: int, tokens_first: bool = False) -> Tensor:
+        count, heads, size = self._shape
+        dtype = self._decoder.get_input_embeddings().weight.dtype
+        shape = (count, rows, heads, size) if tokens_first else (count, heads, rows, size)
+        block = torch.empty(shape, dtype=dtype, device=self._device)
+        return block.transpose(1, 2) if tokens_first else block
 
     def _attach(self, cache: Any, block: Tensor) -> None:
-        views = block.flatten(0, 1).unbind(0)
-        for i in range(len(self._decoder.layers)):
-            if i == len(cache.layers):
-                cache.layers.append(names.growing_layers()[0]())
-            layer = cache.layers[i]
-            layer.keys, layer.values = views[2 * i], views[2 * i + 1]
-            layer.dtype, layer.device, layer.is_initialized = block.dtype, block.device, True
+        # As in an eager cache these are no views to autograd, each has a version of its own; and views take longer.
+        parts = block.unsafe_split_with_sizes([1] * len(block))
+        layers, dtype, device = cache.layers, block.dtype, block.device
+        while 2 * len(layers) < len(parts):
+            layers.append(names.growing_layers()[0]())
+        for layer, keys, values in zip(layers, parts[::2], parts[1::2], strict=True):
+            layer.keys, layer.values, layer.dtype, layer.device, layer.is_initialized = keys, values, dtype, device, True
 
     @contextmanager
     def _running(self, kv: Tensor, rows: Tensor, request: Tensor | None, dtype: torch.dtype) -> Iterator[None]:
@@ -189,8 +209,9 @@ class ModelTrunk:
         try:
             for config in self._configs:
                 config._attn_implementation = NAME
-            _now.running = _Running(kv, names.attention_function(self._attention, own[0]), mask)
+            _now.running = running = _Running(kv, names.attention_function(self._attention, own[0]), mask)
             yield
+            running.flush()
         finally:
             _now.running = before
             for config, name in zip(self._configs, own, strict=True):
@@ -218,9 +239,11 @@ def not_causal(decoder: Any) -> str | None:
     """What says that attention isn't causal; None where all of it is."""
     if not getattr(decoder.config, "is_causal", True):
         return "config.is_causal"
-    for layer in decoder.layers:
-        if not getattr(layer.self_attn, "is_causal", True):
-            return f"layers.{layer.self_attn.layer_idx}.self_attn.is_causal"
+    # The device waits for this before each fresh prompt, so it goes past the modules' own look-up, which is slow.
+    for layer in decoder.layers._modules.values():
+        attention = layer._modules["self_attn"]
+        if not getattr(attention, "is_causal", True):
+            return f"layers.{attention.layer_idx}.self_attn.is_causal"
     return None
 
 
@@ -233,6 +256,5 @@ def _attend(
     layer: Any = module.layer_idx
     if layer:
         cut_here()
-    running.kv[layer, 0, :, :, : key.shape[2]].copy_(key)
-    running.kv[layer, 1, :, :, : key.shape[2]].copy_(value)
+    running.keep(layer, key, value)
     return running.attention(module, query, key, value, running.mask, **options)[0], None
