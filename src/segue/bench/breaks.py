@@ -197,34 +197,47 @@ class _Held(torch.nn.Module):
         self.ends = torch.nn.ModuleList(_Leaf(place) for _ in range(2))
 
     def forward(self, y: Tensor) -> None:
-        torch.cat(list(self.parameters()), out=y)
+        first, *others = self.parameters()
+        joined = torch.cat([first])
+        if (capture := BreakableCapture.current()) is not None and self.layers:
+            capture.cut()
+        torch.cat([joined, *others], out=y)
 
 
 def _looks(device: Device, size: Size, times: int) -> list[Row]:
+    """The forward in two graphs, of which the first reads one parameter; with ``overlap`` it runs while the rest is looked at."""
     runs: dict[str, Run] = {}
     rows: list[Row] = []
     captures = []
-    for layers in (0, size.layers):
+    for layers, overlap in ((0, False), (size.layers, False), (size.layers, True)):
         held = _Held(layers, device.torch_device)
         count = len(list(held.parameters()))
+        name = f"{count}, overlapped" if overlap else f"{count}"
         y = torch.empty(8 * count, device=device.torch_device)
         held(y)
-        with BreakableCapture(device=device, root=held) as capture:
+        with BreakableCapture(device=device, root=held, overlap=overlap) as capture:
             held(y)
         captures.append(capture)
-        runs |= {f"{count}": capture.replay, f"{count}: graph": loop([graph.launch for graph in capture._graphs])}
+        assert capture._program is not None
+        ownership = capture._program.ownership
+        runs |= {
+            name: capture.replay,
+            f"{name}: graphs": loop([graph.launch for graph in capture._graphs]),
+            f"{name}: before": ownership.check_first if ownership.early else ownership.check,
+        }
         for p in held.parameters():
             p.normal_()  # in place, so that the graph must see it
         expected = torch.cat(list(held.parameters()))
         y.fill_(float("nan"))
         capture.replay()
         verdict = SAME if torch.equal(y, expected) else f"NO: off eager by {off(y, expected)}"
-        rows.append({"parameters": count, "host us": None, "its graph alone us": None, "added us": None})
-        rows[-1]["replay = eager"] = verdict
+        row: Row = {"parameters": name, "host us": None, "its graphs alone us": None, "added us": None}
+        rows.append({**row, "looking, before the first launch us": None, "replay = eager": verdict})
     taken = rounds.host(runs, times) if device.traits.timing else {}
     for row in rows if taken else ():
-        whole, graph = (taken[f"{row['parameters']}{what}"].median * 1e6 for what in ("", ": graph"))
-        row |= {"host us": f"{whole:.1f}", "its graph alone us": f"{graph:.1f}", "added us": f"{whole - graph:.1f}"}
+        whole, graphs, before = (taken[f"{row['parameters']}{what}"].median * 1e6 for what in ("", ": graphs", ": before"))
+        row |= {"host us": f"{whole:.1f}", "its graphs alone us": f"{graphs:.1f}", "added us": f"{whole - graphs:.1f}"}
+        row["looking, before the first launch us"] = f"{before:.1f}"
     for capture in captures:
         capture.close()
     return rows
