@@ -479,3 +479,94 @@ def test_a_break_that_gave_nothing_and_gives_something_now_is_refused(device: De
     gives[0] = None
     capture.replay()
     assert out.tolist() == [4.0] * 4
+
+
+@pytest.mark.parametrize(
+    "view", [lambda y: y.t(), lambda y: torch._neg_view(y), lambda y: y.conj()], ids=["transposed", "negated", "conjugated"]
+)
+def test_an_argument_returned_as_another_view_of_itself_than_at_capture_is_refused(device: Device, view: Any) -> None:
+    """It begins where the argument does, so it was taken for it, or copied onto itself while it was read."""
+    turned = [False]
+
+    @segue.break_point(token_dim=None)
+    def back(y: Tensor) -> Tensor:
+        return view(y) if turned[0] else y
+
+    x = torch.arange(9, device=device.torch_device).reshape(3, 3) * (1 + 2j)
+    x = x.to(torch.complex64) if view(x).is_conj() else x.real.float().contiguous()
+    capture = segue.BreakableCapture(device=device)
+    with capture:
+        y = x * 2
+        out = back(y) + 0
+    turned[0] = True
+    with pytest.raises(segue.SegueError, match="is other memory now, or another view of it"):
+        capture.replay()
+    turned[0] = False
+    capture.replay()
+    assert torch.equal(out, x * 2) and torch.equal(y, x * 2)
+
+
+def test_a_destination_returned_as_another_view_of_itself_is_filled_with_that(device: Device) -> None:
+    x = torch.arange(9.0, device=device.torch_device).reshape(3, 3)
+    capture = segue.BreakableCapture(device=device)
+
+    def turn(y: Tensor, dst: Tensor) -> Tensor:
+        return dst.copy_(y).t()
+
+    with capture:
+        dst = torch.empty_like(x)
+        out = segue.break_here(turn, dst, x * 2, dst) + 0
+    assert torch.equal(out, (x * 2).t())
+    x.add_(1)
+    capture.replay()
+    assert torch.equal(out, (x * 2).t())
+
+
+@pytest.mark.parametrize("order", [(4, 2, 0), (2, 4, 2)])
+def test_a_tensor_passed_twice_and_trimmed_twice_may_be_returned_twice(device: Device, order: tuple[int, ...]) -> None:
+    """All rows: one tensor at two places of the result. Fewer: two views of the same rows, which are as good."""
+
+    @segue.break_point(trim=("y", "z"))
+    def both(y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        return y, z
+
+    x = torch.ones(4, 2, device=device.torch_device)
+    capture = segue.BreakableCapture(rows=4, device=device)
+    with capture:
+        shared = x * 2
+        a, b = both(shared, shared)
+        out = a + b
+    for n in order:
+        capture.replay(n)
+        assert out.tolist() == [[4.0, 4.0]] * n + [[0.0, 0.0]] * (4 - n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.uint16, torch.bool, torch.float8_e4m3fn])
+def test_a_hand_off_of_any_dtype_is_cleared_past_its_rows(device: Device, dtype: torch.dtype) -> None:
+    """CUDA has a fused copy for some dtypes only, and torch fills others not at all."""
+    size = dtype.itemsize
+
+    @segue.break_point(trim=("y",))
+    def packed(y: Tensor) -> Tensor:
+        return y.clone().view(dtype)
+
+    x = torch.ones(4, 2 * size, dtype=torch.uint8, device=device.torch_device)
+    capture = segue.BreakableCapture(rows=4, device=device)
+    with capture:
+        out = packed(x * 1).view(torch.uint8) + 1
+    for n in (4, 2, 2, 3, 2):
+        capture.replay(n)
+        assert out.tolist() == [[2] * 2 * size] * n + [[1] * 2 * size] * (4 - n)
+
+
+def test_rows_cut_from_a_tensor_that_a_break_reaches_by_itself_are_not_cleared_in_it(device: Device) -> None:
+    """As of an argument: at capture all rows were real, so the result was that memory, and its tail was cleared there."""
+    x = torch.ones(4, 2, device=device.torch_device)
+    capture = segue.BreakableCapture(rows=4, device=device)
+    with capture:
+        y = x * 2
+        part = capture.add_eager(lambda: y[: segue.current_valid_rows()])
+        out, cut = y + 1, part + 1
+    capture.replay(1)
+    assert out.tolist() == [[3.0, 3.0]] * 4
+    assert cut.tolist() == [[3.0, 3.0]] + [[1.0, 1.0]] * 3

@@ -439,3 +439,17 @@ def test_a_capture_closed_in_its_own_replay_ends_it_by_name_or_whole_and_frees_i
     with pytest.raises(segue.SegueError, match="was closed"):
         capture.replay()
     assert pool.usage().reserved == 0
+
+
+def test_a_replay_while_another_capture_records_a_segment_is_refused(device: Device) -> None:
+    """The outer graph can't hold the launch, and would read what the inner one last left."""
+    x = torch.ones(4, device=device.torch_device)
+    inner = segue.BreakableCapture(pool=device.new_pool(), device=device, name="inner")
+    with inner:
+        y = x * 2
+    outer = segue.BreakableCapture(pool=device.new_pool(), device=device)
+    with pytest.raises(segue.SegueError, match="inner was replayed while a segment of another capture is recorded"), outer:
+        inner.replay()
+    x.fill_(3)
+    inner.replay()
+    assert y.tolist() == [6.0] * 4

@@ -243,3 +243,46 @@ def test_a_cache_layer_begins_as_it_does_by_itself(make: Make, graphed: Make, id
             for name, value in vars(own).items():
                 mine = getattr(layer, name)
                 assert torch.allclose(mine, value, atol=1e-6) if isinstance(value, torch.Tensor) else mine == value
+
+
+def test_layers_of_a_cache_with_an_update_of_its_own_begin_in_there(
+    make: Make, graphed: Make, ids: Make, cache_name: str
+) -> None:
+    from transformers import DynamicCache
+
+    class Counting(DynamicCache):  # type: ignore[misc]
+        begun = 0
+
+        def update(self, key: Tensor, value: Tensor, layer: int, *args: Any, **more: Any) -> Any:
+            self.begun += not self.layers[layer].is_initialized
+            return super().update(key, value, layer, *args, **more)
+
+    model = make("llama")
+    graphed(model)
+    for _ in range(3):
+        cache = Counting(config=model.config)
+        for _ in range(2):
+            hidden(model, ids(1, 5), use_cache=True, **{cache_name: cache})
+        assert cache.begun == len(cache.layers) == 3
+
+
+def test_a_layer_that_begins_otherwise_than_with_empty_tensors_shares_nothing(
+    make: Make, graphed: Make, ids: Make, cache_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.cache_utils import DynamicLayer
+
+    model = make("llama")
+    graphed(model, strategy="breakable")
+    hidden(model, ids(1, 5))
+    begin = DynamicLayer.lazy_initialization
+
+    def another(self: Any, key: Tensor, value: Tensor) -> None:
+        begin(self, key, value)
+        self.seen = [tuple(key.shape)]
+
+    monkeypatch.setattr(DynamicLayer, "lazy_initialization", another)
+    for n in (5, 5, 5, 7):
+        with torch.inference_mode():
+            cache = model.base_model(ids(1, n), use_cache=True)[cache_name]
+        assert [layer.seen for layer in cache.layers] == [[(1, 2, n, 16)]] * 3
+        assert len({id(layer.seen) for layer in cache.layers}) == 3

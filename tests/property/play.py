@@ -43,9 +43,9 @@ def eager_agrees(
     """
     if not (program.token_wise and program.smooth):
         return
-    world.context(seed)
     rows = x[:n].clone()
-    eager = program.run(rows, world)
+    with segue.active_forward(world.context(seed)):
+        eager = program.run(rows, world)
     if written is not None:
         close = torch.allclose(written, rows, rtol=1e-3, atol=1e-3, equal_nan=True)
         assert close, f"the caller's input after the call:\n{written}\ninstead of\n{rows}"
@@ -219,12 +219,11 @@ class Served:
         compare(what, got, want)
         compare(f"{what} aside, world tensor", world.tensors(), after.tensors())
         compare(f"{what} aside, context tensor", ours.tensors(), theirs.tensors())
-        with segue.active_forward(before.context(i)):
-            if bias:  # then the program runs on a sum
-                compare(f"{what} aside, input", [mine], [x])
-                eager_agrees(self.case.program, got, n, x + bias["bias"], before, i)
-            else:
-                eager_agrees(self.case.program, got, n, x, before, i, mine)
+        if bias:  # then the program runs on a sum
+            compare(f"{what} aside, input", [mine], [x])
+            eager_agrees(self.case.program, got, n, x + bias["bias"], before, i)
+        else:
+            eager_agrees(self.case.program, got, n, x, before, i, mine)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -56,3 +56,15 @@ def test_every_decision_is_explained_with_its_numbers():
 def test_a_padding_limit_that_means_nothing_is_refused(limit):
     with pytest.raises(UsageError, match="neither a whole number of rows nor a share"):
         Admission(Ladder([8]), max_padding=limit)
+
+
+def test_a_decision_made_elsewhere_names_a_request_bucket_of_this_runner_if_the_call_has_requests():
+    for tokens, requests in ((5, 2), (4, 1), (3, -1)):
+        TWO.check(TWO.decide(tokens, requests), tokens, requests)
+    for odd in (3, 99):
+        with pytest.raises(UsageError, match=f"requests={odd}.*names a request bucket this runner doesn't have"):
+            TWO.check(Decision(8, "breakable", "", odd), 5, 2)
+    with pytest.raises(UsageError, match="disagree on whether there is a request axis"):
+        TWO.check(TWO.decide(5), 5, 2)
+    with pytest.raises(UsageError, match="disagree on whether there is a request axis"):
+        Admission(Ladder([8])).check(Decision(8, "breakable", "", 4), 5, -1)

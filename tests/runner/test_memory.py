@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runner.rows import close
-from segue.errors import UsageError
+from segue.errors import ReplayError, UsageError
 from segue.runner import GraphRunner, Input
 from segue.runner.memory import Cost, MemoryBudget
 
@@ -117,3 +117,23 @@ def test_calls_of_a_graph_that_was_dropped_do_without_it_though_they_went_there_
     for _ in range(3):
         assert close(runner(model.x(3)), hungry(model.x(3)))
     assert runner.stats.captured == 2
+
+
+def test_a_call_that_found_its_graph_just_before_another_thread_dropped_it_leads_no_later_ones_there(device, model):
+    runner = runner_of(device)
+    for _ in range(2):
+        runner(model.x(3))
+    buckets = runner._buckets
+    assert buckets is not None
+    remember = buckets.remember
+
+    def late(call, plan):
+        buckets.drop(buckets.plans)
+        remember(call, plan)
+
+    buckets.remember = late
+    with pytest.raises(ReplayError, match="it was closed"):
+        runner(model.x(3))
+    buckets.remember = remember
+    for _ in range(3):
+        assert close(runner(model.x(3)), hungry(model.x(3)))

@@ -8,7 +8,7 @@ import torch
 import segue
 from runner.rows import close
 from segue.errors import UsageError
-from segue.runner import Input
+from segue.runner import GraphRunner, Input
 
 INPUTS = {"x": Input(0, 0.0)}
 
@@ -42,3 +42,57 @@ def test_an_eager_call_of_the_outer_runner_may_call_the_inner_one(make, model):
     for i in range(4):
         assert close(outer(model.x(20, i)), model(model.x(20, i)) + 1)
     assert inner.stats.replayed == 2
+
+
+def test_a_break_that_goes_on_after_a_refused_replay_has_not_lost_the_outer_calls_inputs(make, device):
+    other: list[torch.Tensor] = []
+    refused: list[str] = []
+
+    @segue.break_point(trim=("h",))
+    def live(h):
+        for x in other:
+            try:
+                runner(x)
+            except UsageError as e:
+                refused.append(str(e))
+        return h * 1
+
+    runner = make(lambda x: live(x * 1) + x, INPUTS, [4, 8])
+    x = torch.ones(3, 4, device=device.torch_device)
+    for _ in range(3):
+        runner(x)
+    other.append(x * 100)
+    assert torch.equal(runner(x), x * 2), "in a replay"
+    wide = torch.ones(7, 4, device=device.torch_device)
+    for _ in range(2):
+        assert torch.equal(runner(wide), wide * 2), "and in a capture"
+    assert runner.stats.captured == 2
+    # One each, and one in the replay that the wide bucket's warm-up may make.
+    assert len(refused) == 3 and all("bucket 4 was replayed inside a forward of the same pool" in text for text in refused)
+
+
+def test_a_runner_is_refused_two_forwards_deep_as_well(device):
+    """Only the innermost pool was looked at: outer, inner on another pool, outer again overwrote the outer call's inputs."""
+    runners = {}
+    rows = torch.ones(3, 4, device=device.torch_device)
+
+    def calls(name, wanted):
+        @segue.break_point(trim={"h": 0})
+        def mix(h):
+            if segue.current_forward_ctx() == wanted:
+                runners[name](rows * 100, ctx="inner" if wanted == "outer" else "last")
+            return h * 1
+
+        return mix
+
+    first, second = calls("inner", "outer"), calls("outer", "inner")
+    for name, mix in (("outer", first), ("inner", second)):
+        runners[name] = GraphRunner(
+            lambda x, mix=mix: mix(x * 1) + x, {"x": Input(0, 0.0)}, [4, 8], device=device, pool=device.new_pool(), progress=False
+        )
+    for _ in range(3):
+        for runner in runners.values():
+            runner(rows, ctx="plain")
+    with pytest.raises(segue.SegueError, match="replayed inside a forward of the same pool"):
+        runners["outer"](rows, ctx="outer")
+    assert torch.equal(runners["outer"](rows, ctx="plain"), rows * 2)

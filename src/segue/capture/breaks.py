@@ -234,7 +234,7 @@ class Break:
             kept, handoff = first_result(
                 value, token_dim, rows=state.rows, valid=state.valid, cuts_rows=cuts_rows,
                 argument_memory=(owned or _in(value, memory)) and not contexts.find_memory(value), own_memory=owned,
-                cut_memory=_in(value, cut), allocate=allocate, path=path, where=self.where,
+                cut_memory=(owned and state.asked_rows) or _in(value, cut), allocate=allocate, path=path, where=self.where,
             )  # fmt: skip
             self._weaken(handoff)
             handoffs.append(handoff)
@@ -320,7 +320,7 @@ def _the_same(last: list[Any], path: str, where: str) -> Take:
 
     def same(t: Any) -> None:
         first = last.pop() if last else t
-        if t is not first:
+        if t is not first and not _one_memory(t, first):
             raise ReplayError(
                 f"{where}: {path} and an earlier place of the result were one tensor at capture, and are two now. The segments "
                 "after it read one memory for both. Return two tensors at capture too (clone())."
@@ -328,6 +328,18 @@ def _the_same(last: list[Any], path: str, where: str) -> Take:
         last.append(first)
 
     return same
+
+
+def _one_memory(a: Any, b: Any) -> bool:
+    """Whether two tensors hold the same whatever happens: a tensor passed twice is cut to its valid rows twice."""
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and _what_it_reads(a) == _what_it_reads(b)
+
+
+def _what_it_reads(t: Tensor) -> Any:
+    kind = t.dtype, t.device, t.layout, t.shape
+    if t.layout is not torch.strided:
+        return id(t)
+    return (*kind, t.data_ptr(), t.stride(), t.is_conj(), t.is_neg()) if t.numel() else kind
 
 
 def _equal(a: Any, b: Any) -> bool:

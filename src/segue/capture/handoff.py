@@ -54,11 +54,15 @@ class Handoff:
         if t.layout is not torch.strided:
             raise self._changed(t)
         got, valid = self.full, state.valid
-        if self._alias and t.numel() and t.data_ptr() != self._pointer:
+        if self._alias and t.numel() and (
+            t.data_ptr() != self._pointer or (t.dim() == len(self._shape) and not _same_view(t, self.buffer))
+        ):
             raise self._moved()
         if t.shape == self._shape:
-            if t.data_ptr() != self._pointer or t.stride() != self.buffer.stride():
+            if t.data_ptr() != self._pointer:
                 self.buffer.copy_(t)
+            elif not _same_view(t, self.buffer):
+                self.buffer.copy_(t.clone())  # the same memory, read in another order: it can't be copied onto itself
         else:
             got = self._check_rows(t, valid)
             self._cut(got)[0].copy_(t)
@@ -69,21 +73,21 @@ class Handoff:
 
         ``zeros``: of this dtype and device. A short tail is cleared by a copy of some, in one launch with the rows before it.
         """
-        buffer, shape, dtype, pointer, stride = self.buffer, self._shape, self._dtype, self._pointer, self.buffer.stride()
+        buffer, shape, dtype, pointer = self.buffer, self._shape, self._dtype, self._pointer
         place, full, dim, alias = buffer.get_device(), self.full, self.dim, self._alias
         copy, accept, thread, strided, fused_copy = buffer.copy_, self.accept, state, torch.strided, torch._foreach_copy_
         fused: dict[int, tuple[torch.Size, list[Tensor], Tensor]] = {}
 
         def take(t: Any) -> None:
-            if not isinstance(t, Tensor) or t.dtype is not dtype or t.get_device() != place or alias or t.layout is not strided:
+            if type(t) is not Tensor or t.dtype is not dtype or t.get_device() != place or alias or t.layout is not strided:
                 accept(t)
                 return
             valid, got = thread.valid, t.shape
             if valid is None or valid >= full:
-                if got != shape:
-                    accept(t)
-                elif t.data_ptr() != pointer or t.stride() != stride:
+                if got == shape and t.data_ptr() != pointer:
                     copy(t)
+                else:
+                    accept(t)
                 return
             parts = fused.get(valid)
             if parts is None:
@@ -103,7 +107,9 @@ class Handoff:
 
     def _fused(self, valid: int, zeros: Tensor) -> tuple[torch.Size, list[Tensor], Tensor] | None:
         """What one fused copy needs: the shape of the rows before the tail, both parts, and zeros laid out as the tail is.
-        None where there are no such rows, or too few zeros."""
+        None where there are no such rows, or too few zeros, or CUDA has no fused copy of this dtype."""
+        if self._dtype not in _FUSED:
+            return None
         head, tail = self._cut(valid)
         if not head.numel() or not tail.numel() or _span(tail) > zeros.numel():
             return None
@@ -145,9 +151,9 @@ class Handoff:
 
     def _moved(self) -> ReplayError:
         return ReplayError(
-            f"{self.where}: {self.path} was memory of an argument at capture and is other memory now. The segments after it read "
-            "both there, so taking it would overwrite the argument. Return the argument at every replay, or a copy of it "
-            "(clone()) at capture too."
+            f"{self.where}: {self.path} was memory of an argument at capture and is other memory now, or another view of it. The "
+            "segments after it read both there, so taking it would overwrite the argument. Return the argument at every replay, "
+            "or a copy of it (clone()) at capture too."
         )
 
     def _changed(self, t: Any) -> ReplayError:
@@ -213,17 +219,21 @@ def first_result(
 
 _MOST_VIEWS = 64  # row counts of one hand-off whose views are kept
 _ZERO_BYTES = 2 << 20  # beyond, clearing a tail takes the device longer than the host
-_zeros: dict[tuple[str, torch.dtype], Tensor] = {}
+_zeros: dict[str, Tensor] = {}  # of each device, as bytes
+_FUSED = {  # what CUDA copies in one launch; of other dtypes it raises
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2,
+    torch.float8_e5m2fnuz, torch.complex128, torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+    torch.bool,
+}  # fmt: skip
 
 
 def zeros_on(device: Device, dtype: torch.dtype) -> Tensor:
     """A flat tensor of zeros that every capture of the process may read, on any stream."""
-    key = device.name, dtype
-    if key not in _zeros:
+    if device.name not in _zeros:
         with torch.inference_mode(False):
-            _zeros[key] = torch.zeros(_ZERO_BYTES // dtype.itemsize, dtype=dtype, device=device.torch_device)
+            _zeros[device.name] = torch.zeros(_ZERO_BYTES, dtype=torch.uint8, device=device.torch_device)
         device.synchronize()
-    return _zeros[key]
+    return _zeros[device.name].view(dtype)
 
 
 def _span(t: Tensor) -> int:
@@ -246,6 +256,15 @@ def token_dimension(t: Tensor, dim: int | None) -> int | None:
     if dim is None or not -t.dim() <= dim < t.dim():
         return None
     return dim % t.dim()
+
+
+def _same_view(t: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of as many dimensions that begin at one address read it alike, as far as both reach."""
+    return (
+        all(a == b or n <= 1 for a, b, n in zip(t.stride(), other.stride(), t.shape, strict=True))
+        and t.is_conj() == other.is_conj()
+        and t.is_neg() == other.is_neg()
+    )
 
 
 def _overlaps(t: Tensor) -> bool:

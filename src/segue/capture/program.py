@@ -27,7 +27,7 @@ class Program:
         self.ownership, self.closed = ownership, False
         self._pool, self._rows, self._name, self._inference = pool, rows, name, torch.is_inference_mode_enabled()
         self._most = float("inf") if rows is None else rows
-        self._state = {"pool": pool, "rows": rows, "inside_break": True, "reference": False, "phase": None}
+        self._state = {"pools": (pool,), "rows": rows, "inside_break": True, "reference": False, "phase": None}
         self._kind = pool.device.torch_device.type
         self._autocast = _torch.autocast_state(self._kind)
         self._all = [s.runs() if isinstance(s, Break) else _launches(s) for s in steps]
@@ -58,16 +58,24 @@ class Program:
         pool, mine = self._pool, state.__dict__  # this thread's: one look-up for all of it
         if self.closed:
             raise ReplayError(f"{self._name} can't be replayed: it was closed.")
-        if mine.get("pool") is pool:
+        outer: tuple[Pool, ...] = mine.get("pools", ())
+        if pool in outer:
             raise UsageError(
                 f"{self._name} was replayed inside a forward of the same pool, whose memory it would overwrite. "
                 "Give one of the two a pool of its own."
             )
+        if mine.get("phase") == "segment":
+            raise UsageError(
+                f"{self._name} was replayed while a segment of another capture is recorded, which can't hold a launch: the outer "
+                "graph would go on without it. Replay it in a break, or let the outer capture record the forward itself."
+            )
         with pool.turn():
             before = mine.copy()
-            mine.update(self._state)
-            mine["valid"] = valid_rows
             try:
+                mine.update(self._state)
+                mine["valid"] = valid_rows
+                if outer:
+                    mine["pools"] = (*outer, pool)
                 if (self._autocast is not None or _torch.any_autocast()) and _torch.autocast_state(self._kind) != self._autocast:
                     raise self._cast_otherwise()
                 self.ownership.check_first()

@@ -116,7 +116,7 @@ class BreakableCapture:
                 f"{self.name} was begun inside {state.capture.name}: captures can't be nested. Let the outer one record the "
                 "inner forward, or replay the inner graph in a break."
             )
-        if state.pool is not None:
+        if state.pools:
             raise UsageError(f"{self.name} was begun in a break of a replay; capture ahead of it, or outside it.")
         if self._status != "new":
             raise UsageError(f"{self.name} is {self._status}; a capture records once. Make a new BreakableCapture.")
@@ -125,8 +125,8 @@ class BreakableCapture:
             scope.enter_context(still())
             scope.enter_context(self.pool.turn())
             scope.enter_context(self.device.session(self.pool, self.stream))
-            scope.callback(_restore_state, (state.capture, state.phase, state.rows, state.valid, state.pool, state.reference))
-            state.capture, state.rows, state.valid, state.pool = self, self.rows, self.valid_rows, self.pool
+            scope.callback(_restore_state, (state.capture, state.phase, state.rows, state.valid, state.pools, state.reference))
+            state.capture, state.rows, state.valid, state.pools = self, self.rows, self.valid_rows, (self.pool,)
             state.reference = False
             token = object()
             self.pool.attach(token)
@@ -336,4 +336,4 @@ class BreakableCapture:
 
 
 def _restore_state(before: tuple[Any, ...]) -> None:
-    state.capture, state.phase, state.rows, state.valid, state.pool, state.reference = before
+    state.capture, state.phase, state.rows, state.valid, state.pools, state.reference = before

@@ -23,7 +23,7 @@ class _ThreadState(threading.local):
     reference: bool = False  # breaks trim and clear, without a capture
     rows: int | None = None  # the bucket
     valid: int | None = None  # of these, real ones
-    pool: Pool | None = None  # being captured into or replayed from
+    pools: tuple[Pool, ...] = ()  # being captured into or replayed from, the innermost last
     made: Made | None = None  # in the reference: what its forward has made
     asked_rows: bool = False  # the break that is running has asked for its valid rows
     ctx: Any = None

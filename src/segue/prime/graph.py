@@ -74,7 +74,7 @@ class PrimeGraph:
         self.name = f"prime graph of {bucket} rows" + (f" and {requests} requests" if requests != 1 else "")
         check_trunk(trunk, self.name)
         _check_sizes(trunk, bucket, requests, self.name)
-        if state.capture is not None or state.pool is not None:
+        if state.capture is not None or state.pools:
             raise UsageError(f"{self.name}: it can't be captured inside another capture or replay. Make it beforehand")
         self.trunk, self.bucket, self.requests = trunk, bucket, requests
         self._modules = Modules(trunk, self.name)

@@ -86,8 +86,10 @@ class Admission:
             raise UsageError(f"{d} names a bucket or strategy this runner doesn't have; take decisions from runner.admit()")
         if d.bucket < tokens or (d.requests is not None and d.requests < requests):
             raise InputError(f"{d} holds fewer rows than the call's {tokens} tokens; admit the largest count of all ranks")
-        if (d.requests is None) != (self.requests is None):
+        if (d.requests is None and requests >= 0) or (d.requests is not None and self.requests is None):
             raise UsageError(f"{d} and the runner disagree on whether there is a request axis; use admit(tokens, requests)")
+        if d.requests is not None and self.requests is not None and d.requests not in self.requests:
+            raise UsageError(f"{d} names a request bucket this runner doesn't have; take decisions from runner.admit()")
 
     def explain(self, tokens: int, requests: int = -1) -> str:
         """The decision in a sentence, with its numbers."""

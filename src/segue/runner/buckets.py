@@ -92,12 +92,16 @@ class Buckets:
         if len(self.routes) >= _MOST_ROUTES:
             self.routes.clear()
         self.routes[call.key, call.tokens, call.requests] = plan
+        if plan.closed:  # by another thread since the call found it, which has cleared the routes before or will do so
+            self.routes.clear()
 
     def drop(self, places: Iterable[Place]) -> None:
         """Close some graphs."""
-        self.routes.clear()
-        for place in list(places):
-            self.plans.pop(place).close()
+        try:
+            for place in list(places):
+                self.plans.pop(place).close()
+        finally:
+            self.routes.clear()  # after the closing, which remember() looks at
 
     def cost(self) -> Cost:
         """Bytes that graphs take now: the pool's, and the driver's for this runner's graphs."""

@@ -167,7 +167,7 @@ def may_capture() -> bool:
     """Whether this thread is outside any warm-up, capture and replay: inside one, a lazy bucket runs its reference once
     more.
     """
-    return state.pool is None and state.capture is None and not getattr(_warming, "on", False)
+    return not state.pools and state.capture is None and not getattr(_warming, "on", False)
 
 
 def collect_garbage() -> None:

@@ -9,7 +9,9 @@ import torch
 
 from segue import _torch
 from segue.capture import active_forward
+from segue.capture.state import state
 from segue.devices import Pool
+from segue.errors import UsageError
 from segue.runner.binding import Call
 from segue.runner.outputs import Layout, Lease
 from segue.runner.staging import Stage
@@ -47,8 +49,13 @@ class Plan:
 
         Raises:
             ReplayError: a tensor that the graphs read was re-pointed (then nothing has run that outlives the call), or a
-                break's result changed.
+                break's result changed. UsageError: this is a break of a forward of the same pool.
         """
+        if self._pool in state.pools:  # the program would refuse too, but by then the outer forward's inputs are gone
+            raise UsageError(
+                f"bucket {self.stage.tokens} was replayed inside a forward of the same pool, whose memory it would overwrite. "
+                "Give one of the two a pool of its own."
+            )
         tokens, requests, count = call.tokens, call.requests, self._count
         with self._lock, self._turn():
             self._fill(call.tensors, tokens, requests, call.foreign)

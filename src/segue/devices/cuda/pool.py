@@ -217,7 +217,11 @@ class _Turn:
     def __enter__(self) -> None:
         pool, index = self._pool, self._index
         pool._lock.acquire()
-        before = _torch.current_device()
+        try:
+            before = _torch.current_device()
+        except BaseException:  # nobody else would ever get a turn
+            pool._lock.release()
+            raise
         pool._devices.append(before)
         pool.replays += 1
         try:
@@ -233,9 +237,11 @@ class _Turn:
     def __exit__(self, *_: object) -> None:
         pool = self._pool
         before = pool._devices.pop()
-        if before != self._index:
-            torch.cuda.set_device(before)
-        pool._lock.release()
+        try:
+            if before != self._index:
+                torch.cuda.set_device(before)
+        finally:
+            pool._lock.release()
         if pool._put_off:
             with session_books.lock:
                 pool.flush()

@@ -16,14 +16,14 @@ from segue.errors import CaptureError
 
 
 class CudaSegment:
-    """One instantiated CUDA graph."""
+    """One instantiated CUDA graph. ``draws``: it was given a random generator of its own."""
 
-    __slots__ = ("_events", "_forbid", "_waits", "empty", "graph", "launch")
+    __slots__ = ("_draws", "_events", "_forbid", "_waits", "empty", "graph", "launch")
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, empty: bool, seen: Seen, device: int) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, empty: bool, seen: Seen, device: int, draws: bool = False) -> None:
         self._waits, self._events = list(seen.waits), seen.records
         self.graph, self.empty = graph, empty and not self._waits and not self._events
-        self._forbid = _nothing
+        self._forbid, self._draws = _nothing, draws
         self.launch = self._surrounded(_nothing) if empty else lambda: self._first_launch(device)
 
     def _first_launch(self, device: int) -> None:
@@ -31,14 +31,15 @@ class CudaSegment:
         self.launch = launch = self._surrounded(_torch.graph_launcher(self.graph))
         before = _torch.random_state(device)
         launch()
-        if _torch.random_state(device) == before and (plain := _torch.plain_launcher(self.graph, device)) is not None:
+        if self._draws or _torch.random_state(device) != before:
+            return
+        if (plain := _torch.plain_launcher(self.graph, device)) is not None:
             self.launch, self._forbid = self._surrounded(plain[0]), plain[1]
 
     def destroy(self) -> None:
         """Free the graph. A later launch is an error, never a stale result."""
         self._forbid()
         self.graph.reset()
-
 
     def _surrounded(self, launch: Callable[[], None]) -> Callable[[], None]:
         """``launch`` after what the segment was seen to wait for, and before the events that it was seen to record."""
@@ -70,7 +71,7 @@ class CudaRecording:
         self._device = pool.device.index
         self._scope = ExitStack()
         self._scope.enter_context(pool.growing())
-        self._graph = _torch.new_graph()
+        self._graph, self._draws = _torch.new_graph(), False
         self._seen = Seen()
         self._scope.enter_context(_fail_on_recompile())
         self._scope.enter_context(observing(self._seen))
@@ -81,6 +82,8 @@ class CudaRecording:
             raise
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs and kwargs.get("generator") is not None:
+            self._draws = True
         return _torch.kernel(func)(*args, **kwargs)
 
     def commit(self) -> CudaSegment:
@@ -95,7 +98,7 @@ class CudaRecording:
         except Exception as e:
             self.abort()
             raise CaptureError(_why(str(e))) from e
-        return CudaSegment(self._graph, empty, self._seen, self._device)
+        return CudaSegment(self._graph, empty, self._seen, self._device, self._draws)
 
     def abort(self) -> None:
         self._scope.close()

@@ -1,0 +1,93 @@
+"""What the CUDA device does on the host, with everything of CUDA replaced: it needs no GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from segue import _torch
+from segue.devices.cuda.pool import CudaPool
+from segue.devices.cuda.recording import CudaRecording, CudaSegment
+from segue.devices.cuda.streams import Seen
+
+
+class Graph:
+    """Stands for a graph: its launch moves a generator by ``draws``."""
+
+    def __init__(self, state: list[int], draws: int) -> None:
+        self.state, self.draws = state, draws
+
+    def replay(self) -> None:
+        self.state[0] += self.draws
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, bool], list[str]]:
+    """How three launches of a segment are made: by torch, or plainly."""
+
+    def of(draws: int, own_generator: bool) -> list[str]:
+        state, seen = [0], []
+
+        def by_torch(graph: Any) -> Callable[[], None]:
+            return lambda: (seen.append("torch"), graph.replay())[0]
+
+        monkeypatch.setattr(_torch, "graph_launcher", by_torch)
+        monkeypatch.setattr(_torch, "random_state", lambda device: (7, state[0]))
+        monkeypatch.setattr(_torch, "plain_launcher", lambda graph, device: (lambda: seen.append("plain"), lambda: None))
+        graph: Any = Graph(state, draws)
+        segment = CudaSegment(graph, False, Seen(), 0, own_generator)
+        for _ in range(3):
+            segment.launch()
+        return seen
+
+    return of
+
+
+def test_only_a_graph_without_random_numbers_is_launched_past_torch(launches: Callable[[int, bool], list[str]]) -> None:
+    assert launches(0, False) == ["torch", "plain", "plain"]
+    assert launches(4, False) == ["torch"] * 3
+
+
+def test_a_graph_that_draws_from_a_generator_of_its_own_is_launched_by_torch(
+    launches: Callable[[int, bool], list[str]],
+) -> None:
+    """The default generator, by which the others are told apart, doesn't move for it."""
+    assert launches(0, True) == ["torch"] * 3
+
+
+def test_a_generator_that_an_op_is_given_is_noticed_while_it_is_recorded() -> None:
+    recording = object.__new__(CudaRecording)
+    recording._draws = False
+    recording.run(torch.ops.aten.rand.default, ([2],), {"device": torch.device("cpu")})
+    recording.run(torch.ops.aten.rand.generator, ([2],), {"generator": None, "device": torch.device("cpu")})
+    assert not recording._draws
+    recording.run(torch.ops.aten.rand.generator, ([2],), {"generator": torch.Generator(), "device": torch.device("cpu")})
+    assert recording._draws
+
+
+@pytest.mark.parametrize("where", ["enter", "exit"])
+def test_a_turn_that_fails_lets_others_have_theirs(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost device fails everywhere; a lock that nobody gives back would hang the next thread instead of telling it so."""
+
+    def lost(*_: Any) -> int:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    device: Any = SimpleNamespace(index=0, torch_device=torch.device("cpu"))
+    pool = CudaPool(device)
+    pool._stream = 5
+    monkeypatch.setattr(_torch, "raw_stream", lambda index: 5)
+    monkeypatch.setattr(_torch, "current_device", lost if where == "enter" else lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: lost() if index == 1 else None)
+    with pytest.raises(RuntimeError, match="device lost"), pool.turn():
+        pass
+    free: list[bool] = []
+    other = threading.Thread(target=lambda: free.append(pool._lock.acquire(blocking=False)))
+    other.start()
+    other.join()
+    assert free == [True] and not pool._devices
