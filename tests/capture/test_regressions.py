@@ -229,3 +229,22 @@ def test_what_a_break_allocates_where_the_forward_had_something_is_copied_in_the
     assert torch.equal(out, want)
     capture.replay()
     assert torch.equal(out, want)
+
+
+def test_an_input_that_a_break_returns_is_no_memory_of_the_forwards_in_the_reference_either(device: Device) -> None:
+    """The reference made its padded inputs where it notes what the forward makes, and shared them where a replay copies."""
+
+    @segue.break_point
+    def give(y: Tensor) -> tuple[Tensor]:
+        return (y,)
+
+    def forward(x: Tensor) -> Tensor:
+        (y,) = give(x)
+        y[:, :1].zero_()
+        return x + y
+
+    runner = GraphRunner(forward, {"x": Input(token_dim=0, pad=0.0)}, [2], device=device, pool=device.new_pool(), progress=False)
+    for k in range(4):
+        x = torch.full((2, 3), float(k + 1), device=device.torch_device)
+        assert torch.equal(runner.reference(x.clone()), runner(x.clone()))
+    runner.close()

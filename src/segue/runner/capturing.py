@@ -75,12 +75,12 @@ class Recorder:
         clearing; or what the strategy says that its replays equal.
         """
         own = getattr(strategy, "reference", None)
+        padded = stage.padded(call.tensors, call.tokens, call.requests)  # before the frame: the forward doesn't make its inputs
         with (
             torch.inference_mode(),
             active_forward(ctx if ctx is not None else state.ctx),
             reference_frame(rows=stage.tokens, valid_rows=call.tokens),
         ):
-            padded = stage.padded(call.tensors, call.tokens, call.requests)
             versions = [0 if t is None else t._version for t in padded]
             constants = self._constants(call, stage, padded) if own is None else None
             with constants or nullcontext():
