@@ -17,6 +17,11 @@ def by_a_segment(x, cache):
     return x + cache
 
 
+def by_a_fused_op(x, cache):
+    torch._foreach_add_([cache], [x.sum(0)])
+    return x + cache
+
+
 @segue.break_point(trim=("x",))
 def _write(x, cache):
     cache.add_(x.sum(0))
@@ -37,7 +42,7 @@ def rows_by_a_break(x, cache):
     return x + cache
 
 
-@pytest.mark.parametrize("fn", [by_a_segment, by_a_break, rows_by_a_break])
+@pytest.mark.parametrize("fn", [by_a_segment, by_a_fused_op, by_a_break, rows_by_a_break])
 @pytest.mark.parametrize("home", ["device", "cpu"])
 @pytest.mark.parametrize("outputs", ["copy", "lease"])
 def test_every_way_a_call_runs_writes_the_callers_tensor_as_eager_does(make, model, fn, home, outputs):

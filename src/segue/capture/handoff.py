@@ -123,7 +123,7 @@ class Handoff:
     def clear(self, rows: int | None) -> None:
         """Zero the rows from ``rows`` on. None, or a result without a token dimension: nothing to clear."""
         if self.dim is not None and rows is not None and rows < self.full:
-            self._cut(rows)[1].zero_()
+            _clear(self._cut(rows)[1])
 
     def _cut(self, n: int) -> tuple[Tensor, Tensor]:
         views = self._views.get(n)
@@ -256,6 +256,12 @@ def token_dimension(t: Tensor, dim: int | None) -> int | None:
     if dim is None or not -t.dim() <= dim < t.dim():
         return None
     return dim % t.dim()
+
+
+def _clear(t: Tensor) -> None:
+    """Zero ``t``: as bytes, where CUDA may have no kernel that fills its dtype."""
+    plain = t.dtype in _FUSED or not t.dim() or t.stride(-1) != 1
+    (t if plain else t.view(torch.uint8)).zero_()
 
 
 def _same_view(t: Tensor, other: Tensor) -> bool:

@@ -22,6 +22,7 @@ class Made(_torch.WatchingMode):
     def __init__(self) -> None:
         super().__init__()
         self._storages: dict[int, weakref.ref[Any]] = {}  # by address
+        self._written: set[int] = set()  # addresses
         self._on = True
 
     @contextmanager
@@ -42,10 +43,18 @@ class Made(_torch.WatchingMode):
         """Whether ``t`` lies in memory that was made since, and not in a break."""
         return self._lives(_address(t))
 
+    def wrote(self, t: Tensor) -> bool:
+        """Whether an op that was seen has written ``t``'s memory. Versions don't tell it of all: fused ops move none."""
+        return _address(t) in self._written
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self._on:
             return result
+        positions, names = _torch.written_arguments(func)
+        if positions:
+            targets = [args[i] for i in positions if i < len(args)] + [kwargs[n] for n in names if n in (kwargs or {})]
+            self._written.update(map(_address, _tensors(tuple(targets))))
         made = [(a, t) for t in _tensors((result,)) if (a := _address(t)) and not self._lives(a)]
         if made:
             given = {_address(t) for t in _tensors((*args, *(kwargs or {}).values()))}

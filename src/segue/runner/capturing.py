@@ -85,7 +85,8 @@ class Recorder:
             constants = self._constants(call, stage, padded) if own is None else None
             with constants or nullcontext():
                 raw = self.binder.invoke(call, padded, ctx) if own is None else own(self._named(padded), call.tokens)
-            stage.updates_of(padded, versions, call)
+            assert state.made is not None
+            stage.updates_of(padded, versions, state.made.wrote, call)
         return self.outputs.layout(raw, call.key, stage.tokens, stage.requests, constants or ())
 
     def warm(self, call: Call, stage: Stage, ctx: Any, strategy: Strategy | None = None) -> Layout:

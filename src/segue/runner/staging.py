@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -220,12 +220,14 @@ class Stage:
             if slot in self.written or buffer.flat._version != buffer.version
         ]
 
-    def updates_of(self, fresh: Sequence[Tensor | None], versions: Sequence[int], call: Call) -> None:
-        """The same for a forward that ran on ``padded`` tensors; ``versions``: theirs before it."""
+    def updates_of(
+        self, fresh: Sequence[Tensor | None], versions: Sequence[int], wrote: Callable[[Tensor], bool], call: Call
+    ) -> None:
+        """The same for a forward that ran on ``padded`` tensors; ``versions``: theirs before it. ``wrote``: seen to be written."""
         call.updates = [
             (call.tensors[slot], self._real(buffer, t, call))
             for slot, buffer, _ in self._given
-            if (t := fresh[slot]) is not None and t._version != versions[slot]
+            if (t := fresh[slot]) is not None and (t._version != versions[slot] or wrote(t))
         ]
 
     def _real(self, buffer: Buffer, view: Tensor, call: Call) -> Tensor:
