@@ -223,7 +223,7 @@ class Stage:
     def updates_of(
         self, fresh: Sequence[Tensor | None], versions: Sequence[int], wrote: Callable[[Tensor], bool], call: Call
     ) -> None:
-        """The same for a forward that ran on ``padded`` tensors; ``versions``: theirs before it. ``wrote``: seen to be written."""
+        """The same for a forward that ran on ``padded`` tensors; ``versions``: theirs before it. ``wrote``: seen to be."""
         call.updates = [
             (call.tensors[slot], self._real(buffer, t, call))
             for slot, buffer, _ in self._given
