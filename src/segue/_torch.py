@@ -418,9 +418,8 @@ def fills_empty() -> bool:
     return fills and torch.are_deterministic_algorithms_enabled()
 
 
-def foreach_copy(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """``copy_`` of each source, fused where the tensors of one list share a dtype and device."""
-    torch._foreach_copy_(destinations, sources)  # type: ignore[arg-type]  # any sequence will do
+# ``copy_`` of each source into its destination, fused where the tensors of a sequence share dtype and device.
+foreach_copy: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = torch._foreach_copy_  # type: ignore[assignment]
 
 
 def device_is_lost(error: BaseException) -> bool:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.runner import staging
+from segue import _torch
 from segue.runner.inputs import Input, Leaf, Spec
 from segue.runner.staging import Buffer, Stage
 
@@ -191,7 +191,7 @@ def test_a_fill_that_failed_half_way_is_known_to_all_stages_of_its_buffers():
         raise RuntimeError("out of memory")
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
-        patch.setattr(staging, "_fused_copy", copy)
+        patch.setattr(_torch, "foreach_copy", copy)
         long.fill([torch.ones(8, 2)] * 2, 8, -1)
     short.fill([torch.ones(3, 2)] * 2, 3, -1)
     assert short.static[0][:3].eq(1).all() and short.static[0][3:].eq(0).all()

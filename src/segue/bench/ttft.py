@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from segue import _torch
 from segue.bench import clock, decoder
 from segue.devices import Device
 from segue.integrations.transformers import accelerate, names
@@ -190,7 +191,7 @@ def _breaks(graphed: Any, shape: Shape, dtype: torch.dtype, n: int, device: torc
         "update of a fresh cache layer": update,
         "the model's attention function": attend,
         "copy into the hand-off": lambda: both[0].copy_(result),
-        "copy into the hand-off, its tail cleared": lambda: torch._foreach_copy_(both, [result, zeros]),
+        "copy into the hand-off, its tail cleared": lambda: _torch.foreach_copy(both, [result, zeros]),
     }
     with torch.inference_mode():
         return [{"part": part, "host us": clock.host(run, times, batch) * 1e6} for part, run in parts.items()]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from segue import _torch
 from segue.capture.binding import cut_rows
 from segue.capture.state import state
 from segue.capture.weak import weak_ref_tensor
@@ -75,7 +76,7 @@ class Handoff:
         """
         buffer, shape, dtype, pointer = self.buffer, self._shape, self._dtype, self._pointer
         place, full, dim, alias = buffer.get_device(), self.full, self.dim, self._alias
-        copy, accept, thread, strided, fused_copy = buffer.copy_, self.accept, state, torch.strided, torch._foreach_copy_
+        copy, accept, thread, strided, fused_copy = buffer.copy_, self.accept, state, torch.strided, _torch.foreach_copy
         fused: dict[int, tuple[torch.Size, list[Tensor], Tensor]] = {}
 
         def take(t: Any) -> None:

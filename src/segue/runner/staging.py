@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from segue import _torch
 from segue.runner.binding import Call
 from segue.runner.inputs import Leaf, Spec
 
 _MOST_PADS = 256  # rows of padding kept ready for a fused copy; longer tails are filled
 _MOST_VIEWS = 1024  # per stage: views of the row counts seen, dropped all at once
-_fused_copy: Any = torch._foreach_copy_  # of lists; one kernel where their tensors share a dtype and device
 _version = attrgetter("_version")
 
 
@@ -158,7 +158,7 @@ class Stage:
             if untouched and self._counts == (tokens, requests) and not foreign:
                 cuts = self._cuts
                 for group, pick in self._fused:
-                    _fused_copy(cuts[group], pick(tensors))
+                    _torch.foreach_copy(cuts[group], pick(tensors))
                 for group, slot in self._single:
                     cuts[group][0].copy_(tensors[slot])
             else:
@@ -194,7 +194,7 @@ class Stage:
                 for to, source in zip(destinations, sources, strict=True):
                     to.copy_(source, non_blocking=True)
             else:
-                _fused_copy(destinations, sources)
+                _torch.foreach_copy(destinations, sources)
         for buffer, view, begin, end, real in late:
             buffer.refill(view, begin, end, real)
         self._counts, self._cuts = (tokens, requests) if known else None, heads
