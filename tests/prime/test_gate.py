@@ -159,6 +159,17 @@ def test_a_trunk_that_does_not_repeat_itself_fails_its_control(device: Device) -
     assert not any("keys" in line or "kv" in line for line in found)
 
 
+class RandomStep(dense.Dense):
+    def step(self, token: Tensor, session: Any) -> Tensor:
+        logits = super().step(token, session)
+        return logits + torch.rand_like(logits) * 1e-3
+
+
+def test_a_step_that_does_not_repeat_itself_is_told_from_a_cache_that_is_wrong(device: Device) -> None:
+    found = _findings(_ready(RandomStep, device), device)
+    assert found and all("greedy step" in line and "step() doesn't repeat itself" in line for line in found), found
+
+
 class NoStep(dense.Dense):
     step = None  # type: ignore[assignment]
 

@@ -168,16 +168,30 @@ class _Gate:
                 continue
             other = self._filled(sessions[r], r, n, want)
             a, b = logits[r : r + 1], want.logits[r : r + 1]
+            given: list[Tensor] = []
             for i in range(self.steps):
                 mine, theirs = a.argmax(-1), b.argmax(-1)
+                given.append(theirs)
                 if not torch.equal(mine, theirs):
                     what = f"token {mine.item()} instead of {theirs.item()}"
                     return self._verdict(here, [(_at(f"greedy step {i + 1}", r, batch), what)])
                 with torch.inference_mode():
                     a, b = self.step(mine, sessions[r]), self.step(theirs, other)
                 if (what := difference(a, b) or "") != "":
+                    what += f"; {self._repeats(sessions[r], r, n, want, given)}"
                     return self._verdict(here, [(_at(f"logits after greedy step {i + 1}", r, batch), what)])
         return f"{self.steps} steps {_SAME}"
+
+    def _repeats(self, like: Any, r: int, n: int, want: Reference, given: Sequence[Tensor]) -> str:
+        """Whether the same steps from two copies of the reference's cache agree: where they don't, the trunk's own step differs
+        from run to run."""
+        assert self.step is not None
+        one, two = (self._filled(like, r, n, want) for _ in range(2))
+        with torch.inference_mode():
+            for i, token in enumerate(given):
+                if difference(self.step(token, one), self.step(token, two)):
+                    return f"two copies of the reference's own cache differ too, after step {i + 1}: step() doesn't repeat itself"
+        return "two copies of the reference's own cache give the same"
 
     def _pads(self, here: str, batch: Batch, sessions: list[Any], want: Reference) -> str | None:
         """Other values in the padded rows change nothing at all, and their absence only the rounding."""
