@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,14 @@ def written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     return tuple(i for i, _ in written), tuple(name for _, name in written)
 
 
+def written(
+    writes: tuple[tuple[int, ...], tuple[str, ...]], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """Of a call's arguments those that it writes; ``writes``: of its op, from :func:`written_arguments`."""
+    positions, names = writes
+    return [args[i] for i in positions if i < len(args)] + [kwargs[name] for name in names if name in kwargs]
+
+
 def tensor_at(
     address: int,
     nbytes: int,
@@ -82,6 +90,16 @@ def tensor_at(
 def storage_key(t: Tensor) -> int:
     """Identity of the storage behind ``t``: equal exactly for tensors that share one."""
     return int(t.untyped_storage()._cdata)
+
+
+def address(t: Tensor) -> int:
+    """Where the storage behind ``t`` begins; 0 where there is none: an empty or meta tensor, a sparse one, a wrapper."""
+    if t.layout is not torch.strided:
+        return 0
+    try:
+        return t.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def storage_span(t: Tensor) -> tuple[int, int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from segue.check.compare import Rows, difference, differs
 from segue.check.oplog import OpLog, Written
-from segue.check.outcome import Outcome, Padded, Value, differing, whole
+from segue.check.outcome import Outcome, Padded, Value, differing, state_of, whole
 
 NAN = float("nan")
 
@@ -70,6 +73,25 @@ def test_what_padded_rows_wrote_is_harmless_in_trash_rows_and_past_the_real_ones
     now[changed] = 1
     written = [Written(base[a:b], "m.py:1", cleared=False) for a, b in views]
     wrong, notes = differing(outcome(base), outcome(now, written), True, Padded([0], rows=6, real=4))
+    assert bool(notes) is harmless and bool(wrong) is not harmless
+
+
+@pytest.mark.parametrize("row, harmless", [(3, True), (5, False)])
+def test_what_a_context_holds_as_a_part_of_a_larger_memory_is_measured_from_where_it_begins(row, harmless):
+    arena = torch.zeros(16, 2)
+    part = arena[2:16]  # of which rows 0 to 3 were written, 3 of them real
+    written = [Written(part[:4], "m.py:1", cleared=False)]
+    now = part.clone()
+    now[row] = 1
+
+    def outcome_of(ctx, memory):
+        found = Outcome(state=state_of({}, ctx), log=OpLog())
+        (value,) = found.state.values()
+        found.log.written[value.storage] = written
+        return Outcome(state={"ctx": replace(value, value=memory)}, log=found.log)
+
+    ctx = SimpleNamespace(kv=part)
+    wrong, notes = differing(outcome_of(ctx, now), outcome_of(ctx, part.clone()), True, Padded((), rows=4, real=3))
     assert bool(notes) is harmless and bool(wrong) is not harmless
 
 

@@ -2,27 +2,58 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from segue.bench import clock, provenance
-from segue.devices import Device
+from segue.devices import Device, resolve
+from segue.prime import PrimeGraph
 
 pytest.importorskip("transformers")
 
+from segue.bench import prime, ttft
+
+SHAPE = ttft.Shape(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=48, vocabulary=61)
+
+
+def test_a_prime_graph_unlike_its_reference_is_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = PrimeGraph.reference
+
+    def other(self: Any, *args: Any) -> Any:
+        want = reference(self, *args)
+        return SimpleNamespace(logits=want.logits + 1, hidden=want.hidden)
+
+    monkeypatch.setattr(PrimeGraph, "reference", other)
+    result = prime.measure(resolve("emulator"), SHAPE, torch.float32, lengths=(3,), times=1)
+    assert not result.right and result.rows[0]["prime = reference"] != "bit for bit"
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_replay_of_either_strategy_unlike_its_reference_is_called_wrong(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare, without_prime = ttft._compare, []
+
+    def other(graphed: Any, ids: Any) -> Any:
+        without_prime.append(graphed._prime is None)
+        same, off = compare(graphed, ids)
+        return same and len(without_prime) - 1 != wrong, off
+
+    monkeypatch.setattr(ttft, "_compare", other)
+    result = ttft.measure(resolve("emulator"), SHAPE, torch.float32, lengths=(3,), times=1)
+    assert without_prime == [False, True] and not result.right and result.rows[0]["replay = reference"] == "NO"
+
 
 def test_time_to_first_token_is_measured_beside_its_correctness(device: Device) -> None:
-    from segue.bench import ttft
-
-    shape = ttft.Shape(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=48, vocabulary=61)
-    result = ttft.measure(device, shape, torch.float32, lengths=(3, 16), times=2)
+    result = ttft.measure(device, SHAPE, torch.float32, lengths=(3, 16), times=2)
     assert result.right
     assert [row["tokens"] for row in result.rows] == [3, 16]
     for row in result.rows:
         assert row["replay = reference"] == "bit for bit" and row["untouched"] == 0
         assert row["largest difference to eager"] < 1e-4
         assert row["eager ms"] > 0 and row["segue ms"] > 0
-        assert (row["kernel sum ms"] is not None) is torch.cuda.is_available()
+        assert (row["kernel sum ms"] is not None) is device.traits.timing
     assert result.capture["buckets"] >= 5 and result.capture["seconds"] > 0
     assert all(row["host us"] > 0 for row in result.breaks)
 

@@ -1,4 +1,4 @@
-"""``segue bench breaks`` and ``segue bench memory`` where there is no CUDA device: verdicts, and no times."""
+"""``segue bench`` where there is no CUDA device: verdicts, and no times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ run = CliRunner().invoke
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device would run the benchmark in full")
 
 
-@pytest.mark.parametrize("command", ["breaks", "memory"])
+@pytest.mark.parametrize("command", ["breaks", "memory", "runner", "prime"])
 def test_without_cuda_the_verdicts_are_given_and_no_time(command: str, tmp_path: Path) -> None:
     kept = tmp_path / "results" / "kept.md"
     result = run(app, ["bench", command, "--times", "2", "-f", str(kept)])

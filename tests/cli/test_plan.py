@@ -90,6 +90,11 @@ def test_geometric_ladders_have_at_most_so_many_buckets_and_hold_the_longest(
         assert len(ladder) <= k and ladder.max >= most and all(b % multiple == 0 for b in ladder)
 
 
+def test_geometric_ladders_begin_at_the_shortest_length_and_at_one_and_the_finest_is_among_them() -> None:
+    assert [list(ladder)[:3] for ladder in geometric_ladders(1, 2048, 64)] == [[1, 2, 3], [1, 2, 4]]
+    assert {next(iter(ladder)) for ladder in geometric_ladders(100, 2048, 16)[:2]} == {1, 100}
+
+
 def test_plans_end_where_nothing_is_padded_any_more() -> None:
     plans = plans_for([3, 3, 5, 9], (2, 3, 4, 8))
     assert [(p.k, p.share) for p in plans] == [(2, 4 / 24), (3, 0.0)]

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from segue import _torch
 from segue.devices import Device
-from segue.prime.body import Offsets
+from segue.prime.body import Inputs, Offsets
+from segue.prime.requests import Batch
 
 
 def test_offsets_are_copied_when_they_change_or_somebody_wrote_them(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +34,12 @@ def test_offsets_are_copied_when_they_change_or_somebody_wrote_them(device: Devi
     offsets.cu_seqlens.zero_()
     offsets.fill(given)
     assert offsets.cu_seqlens.tolist() == [0, 5, 13] and len(copied) == 5
+
+
+def test_a_fill_that_failed_half_way_leaves_no_rows_past_the_next_prompt(device: Device) -> None:
+    inputs = Inputs(torch.zeros(1, 2, device=device.torch_device), bucket=8, requests=2)
+    rows = [torch.ones(n, width, device=device.torch_device) for n, width in ((3, 2), (2, 5))]
+    with pytest.raises(RuntimeError):
+        inputs.fill(rows, Batch([], [3, 2], []))
+    inputs.fill([rows[0][:1]], Batch([], [1], []))
+    assert inputs.x.tolist() == [[1.0, 1.0]] + [[0.0, 0.0]] * 7

@@ -186,3 +186,13 @@ def test_without_parts_each_bucket_has_a_scratch_cache_that_is_counted(device: D
             runner(_x(dense_trunk, n, device=device), ctx=Forward(dense_trunk, [n]))
         kv = dense_trunk.new_cache(8 + 16).kv
         assert prime.scratch_bytes == kv.numel() * kv.element_size()
+
+
+def test_cuts_that_are_no_marks_of_the_trunk_are_refused_as_in_a_prime_graph(device: Device, dense_trunk: Any) -> None:
+    strategies = [PrimeStrategy(dense_trunk, fresh, cuts=[99]), Breakable()]
+    inputs = {"x": Input(token_dim=0, pad=0.0)}
+    with GraphRunner(lambda x: live(x) * 1, inputs=inputs, buckets=[8], strategies=strategies, device=device) as runner:
+        x = _x(dense_trunk, 7, device=device)
+        runner(x, ctx=Forward(dense_trunk, [7]))
+        with pytest.raises(segue.SegueError, match="99 is no mark of this trunk"):
+            runner(x, ctx=Forward(dense_trunk, [7]))

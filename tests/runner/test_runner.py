@@ -224,7 +224,7 @@ def test_everything_is_eager_with_segue_off(make, model, monkeypatch):
     runner.capture(model.x(3))
     for _ in range(3):
         assert close(runner(model.x(5)), model(model.x(5)))
-    assert dict(runner.stats.reasons) == {"SEGUE=off": 3} and runner.stats.captured == 0
+    assert dict(runner.stats.reasons) == {"SEGUE=off in the environment": 3} and runner.stats.captured == 0
     assert "SEGUE=off" in runner.explain(5)
 
 

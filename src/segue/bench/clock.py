@@ -48,7 +48,7 @@ def host(run: Callable[[], object], times: int = 200, batch: int = 10) -> float:
 
 
 def kernels(run: Callable[[], object], times: int = 3) -> float | None:
-    """Seconds of device work in one ``run``: the sum over its kernels and copies. None without CUDA."""
+    """Seconds of device work in one ``run``: the sum over its kernels and copies. None where no CUDA device worked."""
     if not torch.cuda.is_available():
         return None
     from torch.profiler import ProfilerActivity, profile
@@ -60,4 +60,4 @@ def kernels(run: Callable[[], object], times: int = 3) -> float | None:
             run()
         synchronize()
     spent = sum(e.self_device_time_total for e in seen.events() if e.device_type.name == "CUDA")
-    return float(spent) / times / 1e6
+    return float(spent) / times / 1e6 or None

@@ -51,9 +51,13 @@ def measure(
             progress(f"{n} tokens")
             with PrimeGraph(trunk, n, device=device) as prime:
                 rows.append(_row(graphed, prime, n, times))
-                cuts.append({"tokens": n, **{str(list(c)): seconds * 1e3 for c, seconds in prime.measured.items()}})
+                if prime.measured:
+                    cuts.append({"tokens": n, **{str(list(c)): seconds * 1e3 for c, seconds in prime.measured.items()}})
     rows.reverse()
+    cuts.reverse()
     notes = [f"shape: {dataclasses.asdict(shape)}, {str(dtype).removeprefix('torch.')}"]
+    if not device.traits.timing:
+        notes.append(f"Device {device.name}: no time is meant, only the verdicts.")
     return Result(rows, cuts, all(row["prime = reference"] == "bit for bit" for row in rows), notes)
 
 

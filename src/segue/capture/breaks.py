@@ -336,9 +336,9 @@ def _one_memory(a: Any, b: Any) -> bool:
 
 
 def _what_it_reads(t: Tensor) -> Any:
-    kind = t.dtype, t.device, t.layout, t.shape
     if t.layout is not torch.strided:
         return id(t)
+    kind = t.dtype, t.device, t.shape
     return (*kind, t.data_ptr(), t.stride(), t.is_conj(), t.is_neg()) if t.numel() else kind
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import enum
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -106,3 +108,11 @@ def slots(cls: type) -> Iterator[str]:
     for base in cls.__mro__:
         own = base.__dict__.get("__slots__", ())
         yield from (own,) if isinstance(own, str) else own
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_of(code: CodeType) -> tuple[str, ...]:
+    """The globals that a function reads, those of functions inside it too. ``co_names`` has its attributes as well."""
+    names = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    inner = [name for c in code.co_consts if isinstance(c, CodeType) for name in globals_of(c)]
+    return tuple(dict.fromkeys([*names, *inner]))

@@ -124,15 +124,16 @@ class Handoff:
     def clear(self, rows: int | None) -> None:
         """Zero the rows from ``rows`` on. None, or a result without a token dimension: nothing to clear."""
         if self.dim is not None and rows is not None and rows < self.full:
-            _clear(self._cut(rows)[1])
+            self._cut(rows)[1].zero_()
 
     def _cut(self, n: int) -> tuple[Tensor, Tensor]:
+        """The first ``n`` rows, and what has to be cleared after them."""
         views = self._views.get(n)
         if views is None:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
             assert self.dim is not None
-            views = self.buffer.narrow(self.dim, 0, n), self.buffer.narrow(self.dim, n, self.full - n)
+            views = self.buffer.narrow(self.dim, 0, n), _clearable(self.buffer.narrow(self.dim, n, self.full - n))
             self._views[n] = views
         return views
 
@@ -259,10 +260,9 @@ def token_dimension(t: Tensor, dim: int | None) -> int | None:
     return dim % t.dim()
 
 
-def _clear(t: Tensor) -> None:
-    """Zero ``t``: as bytes, where CUDA may have no kernel that fills its dtype."""
-    plain = t.dtype in _FUSED or not t.dim() or t.stride(-1) != 1
-    (t if plain else t.view(torch.uint8)).zero_()
+def _clearable(t: Tensor) -> Tensor:
+    """``t``, as bytes where CUDA may have no kernel that fills its dtype."""
+    return t if t.dtype in _FUSED or t.stride(-1) != 1 else t.view(torch.uint8)
 
 
 def _same_view(t: Tensor, other: Tensor) -> bool:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from segue import _torch
@@ -41,23 +40,23 @@ class Made(_torch.WatchingMode):
 
     def has(self, t: Tensor) -> bool:
         """Whether ``t`` lies in memory that was made since, and not in a break."""
-        return self._lives(_address(t))
+        return self._lives(_torch.address(t))
 
     def wrote(self, t: Tensor) -> bool:
-        """Whether an op that was seen has written ``t``'s memory. Versions don't tell it of all: fused ops move none."""
-        return _address(t) in self._written
+        """Whether an op that was seen has written ``t``'s memory. Versions don't tell: under a mode fused ops move none."""
+        return _torch.address(t) in self._written
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         if not self._on:
             return result
-        positions, names = _torch.written_arguments(func)
-        if positions:
-            targets = [args[i] for i in positions if i < len(args)] + [kwargs[n] for n in names if n in (kwargs or {})]
-            self._written.update(map(_address, _tensors(tuple(targets))))
-        made = [(a, t) for t in _tensors((result,)) if (a := _address(t)) and not self._lives(a)]
+        writes = _torch.written_arguments(func)
+        if writes[0]:
+            self._written.update(map(_torch.address, _tensors(_torch.written(writes, args, kwargs))))
+        made = [(a, t) for t in _tensors((result,)) if (a := _torch.address(t)) and not self._lives(a)]
         if made:
-            given = {_address(t) for t in _tensors((*args, *(kwargs or {}).values()))}
+            given = {_torch.address(t) for t in _tensors((*args, *kwargs.values()))}
             self._storages.update((a, weakref.ref(t.untyped_storage())) for a, t in made if a not in given)
         return result
 
@@ -66,7 +65,7 @@ class Made(_torch.WatchingMode):
         return storage is not None and storage() is not None
 
 
-def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
     found = []
     for v in values:
         if isinstance(v, Tensor):
@@ -74,12 +73,3 @@ def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
         elif isinstance(v, list | tuple):
             found.extend(t for t in v if isinstance(t, Tensor))
     return found
-
-
-def _address(t: Tensor) -> int:
-    if t.layout is not torch.strided:
-        return 0
-    try:
-        return _torch.storage_span(t)[0]
-    except (RuntimeError, NotImplementedError):
-        return 0

@@ -10,14 +10,14 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import getitem
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from segue import _torch
-from segue.capture.context import ContextMap, getter, is_plain, show, slots
+from segue.capture.context import ContextMap, getter, globals_of, is_plain, show, slots
 from segue.capture.state import state
 from segue.capture.watch import External
 from segue.errors import ReplayError
@@ -236,7 +236,7 @@ def _places(root: Any) -> tuple[dict[int, Place], bool]:
         for holder, key, child, text in _held(value):
             place = Place(holder, key, f"{name}{text}", within)
             if isinstance(child, Tensor):
-                if child.layout is torch.strided and _has_storage(child):
+                if _torch.address(child):
                     found.setdefault(_torch.storage_key(child), place)
             elif isinstance(child, torch.nn.Module):
                 stack.append((child, place.name, _DEPTH, place))
@@ -287,19 +287,11 @@ def _held_by_function(fn: FunctionType) -> Iterator[tuple[Any, Any, Any, str]]:
             yield cell, "cell_contents", content, f": {name}"
     for i, default in enumerate(fn.__defaults__ or ()):
         yield fn.__defaults__, i, default, f" default {i}"
-    for name in dict.fromkeys(_names(fn.__code__)):
+    for name in globals_of(fn.__code__):
         if name in fn.__globals__ and not _is_library(fn.__globals__[name]):
             yield fn.__globals__, name, fn.__globals__[name], f": {name}"
     if (wrapped := getattr(fn, "__wrapped__", None)) is not None:
         yield fn, "__wrapped__", wrapped, ""
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Global names that a function may read, those of the functions and comprehensions inside it too."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 def _is_library(value: Any) -> bool:
@@ -315,10 +307,3 @@ def _content(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return None
-
-
-def _has_storage(t: Tensor) -> bool:
-    try:
-        return t.untyped_storage().nbytes() > 0
-    except (RuntimeError, NotImplementedError):
-        return False

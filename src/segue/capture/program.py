@@ -31,12 +31,10 @@ class Program:
         self._kind = pool.device.torch_device.type
         self._autocast = _torch.autocast_state(self._kind)
         self._all = [s.runs() if isinstance(s, Break) else _launches(s) for s in steps]
-        self._steps = [
-            run for run, step in zip(self._all, steps, strict=True) if isinstance(step, Break) or not step.empty
-        ]
+        live = [run for run, step in zip(self._all, steps, strict=True) if isinstance(step, Break) or not step.empty]
         # The first segment alone, if the device may run it while the host looks after what the others use.
         early = ownership.early and not isinstance(steps[0], Break) and not steps[0].empty
-        self._first, self._others = (self._steps[:1], self._steps[1:]) if early else ([], self._steps)
+        self._first, self._others = (live[:1], live[1:]) if early else ([], live)
 
     @property
     def callables(self) -> list[Callable[[], None]]:

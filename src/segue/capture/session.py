@@ -88,7 +88,7 @@ class BreakableCapture:
     @property
     def segments(self) -> list[Callable[[], None]]:
         """The flat program: zero-argument callables, a graph first and last, and between two graphs a break or a :meth:`cut`."""
-        return [] if self._program is None else list(self._program.callables)
+        return [] if self._program is None else self._program.callables
 
     @property
     def num_segments(self) -> int:

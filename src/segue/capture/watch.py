@@ -155,9 +155,8 @@ class Watch(_torch.WatchingMode):
         if self.pool.owns(value, look=False):
             self.prove(value, op.name)
             return
-        self.externals[key] = self._unsure[key] = External(
-            value.detach(), value, op.name, _where.caller(), self.segment
-        )
+        external = External(value.detach(), value, op.name, _where.caller(), self.segment)
+        self.externals[key] = self._unsure[key] = external
         self._outside.add(address)
 
     def settle(self) -> None:
@@ -227,9 +226,7 @@ class Watch(_torch.WatchingMode):
         )
 
     def _write(self, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        positions, names = op.writes
-        written = [args[i] for i in positions if i < len(args)] + [kwargs[name] for name in names if name in kwargs]
-        for t in _tensors(written):
+        for t in _tensors(_torch.written(op.writes, args, kwargs)):
             if t.layout is torch.strided:
                 external = self.externals.get(_torch.storage_key(t))
                 if external is not None:

@@ -186,7 +186,7 @@ def _key(t: Tensor) -> int:
 def _has_storage(t: Tensor) -> bool:
     try:
         return t.device.type != "meta" and t.untyped_storage().nbytes() >= 0
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         return False  # a wrapper without storage
 
 

@@ -20,11 +20,15 @@ _CTX_DEEP = 4
 
 @dataclass(frozen=True)
 class Value:
-    """A result: ``name`` for people, a copy of its ``value``, and the address of the ``storage`` it came in."""
+    """A result: ``name`` for people, a copy of its ``value``, and the address of the ``storage`` it came in.
+
+    ``start``: its first element there; None where it doesn't lie contiguous.
+    """
 
     name: str
     value: Any
     storage: int
+    start: int | None = 0
 
 
 @dataclass
@@ -48,7 +52,10 @@ def outputs_of(given: Any, raw: Any) -> dict[str, Value]:
 
 def state_of(written: Mapping[int, tuple[Tensor, str]], ctx: Any) -> dict[str, Value]:
     """Copies of the tensors that a forward wrote outside itself, by address, and of all in its context, by path."""
-    found = {path: Value(path, t.detach().clone(), _storage(t)) for path, t in context_tensors(ctx)}
+    found = {
+        path: Value(path, t.detach().clone(), _storage(t), int(t.storage_offset()) if t.is_contiguous() else None)
+        for path, t in context_tensors(ctx)
+    }
     inside = {_storage(t) for _, t in context_tensors(ctx)}
     for address, (t, where) in written.items():
         if address not in inside:
@@ -110,8 +117,8 @@ def differing(got: Outcome, want: Outcome, exact: bool, padded: Padded) -> tuple
         text = _differ(mine, value, exact)
         if not text:
             continue
-        written = want.log.written.get(value.storage, ())
-        if mine is not None and (why := _harmless(mine.value, value.value, exact, padded, written)):
+        written = () if value.start is None else want.log.written.get(value.storage, ())
+        if mine is not None and (why := _harmless(mine.value, value.value, exact, padded, written, value.start or 0)):
             harmless.append(f"{value.name} {why}")
         else:
             wrong[f"{value.name} {text}"] = value.storage
@@ -130,8 +137,8 @@ def _differ(got: Value | None, want: Value, exact: bool) -> str:
     return differs(x, y, exact)
 
 
-def _harmless(x: Tensor, y: Tensor, exact: bool, padded: Padded, written: Sequence[Written]) -> str:
-    """Why two tensors that differ do so harmlessly, if they do."""
+def _harmless(x: Tensor, y: Tensor, exact: bool, padded: Padded, written: Sequence[Written], start: int) -> str:
+    """Why two tensors that differ do so harmlessly, if they do. ``start``: where they begin in their storage."""
     if x.shape != y.shape or x.dtype is not y.dtype:
         return ""
     wrong = wrong_elements(x, y, exact).contiguous()
@@ -142,10 +149,10 @@ def _harmless(x: Tensor, y: Tensor, exact: bool, padded: Padded, written: Sequen
             return f"holds in row {', '.join(map(str, at))} what padded rows wrote, as their pad= says"
     left = wrong.flatten()
     for one in written:
-        t = one.tensor
-        if t.dtype is not y.dtype or _reach(t) > left.numel():
+        t, begin = one.tensor, int(one.tensor.storage_offset()) - start
+        if t.dtype is not y.dtype or begin < 0 or begin + _reach(t) > left.numel():
             continue
-        mask = left.as_strided(t.shape, t.stride(), t.storage_offset())
+        mask = left.as_strided(t.shape, t.stride(), begin)
         if one.cleared:
             mask.fill_(False)
         for d, size in enumerate(t.shape):
@@ -155,14 +162,11 @@ def _harmless(x: Tensor, y: Tensor, exact: bool, padded: Padded, written: Sequen
 
 
 def _reach(t: Tensor) -> int:
-    """Elements of its storage up to the last of ``t``."""
+    """Elements from the first of ``t`` to its last."""
     if not t.numel():
         return 0
-    return int(t.storage_offset()) + 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 def _storage(value: Any) -> int:
-    try:
-        return _torch.storage_span(value)[0] if isinstance(value, Tensor) else 0
-    except (RuntimeError, NotImplementedError):
-        return 0
+    return _torch.address(value) if isinstance(value, Tensor) else 0

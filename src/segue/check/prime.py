@@ -166,7 +166,7 @@ class _Gate:
         for r, n in enumerate(batch.lengths):
             if not n:
                 continue
-            other = self._filled(sessions[r], r, n, want)
+            other = self._filled(r, n, want)
             a, b = logits[r : r + 1], want.logits[r : r + 1]
             given: list[Tensor] = []
             for i in range(self.steps):
@@ -178,15 +178,15 @@ class _Gate:
                 with torch.inference_mode():
                     a, b = self.step(mine, sessions[r]), self.step(theirs, other)
                 if (what := difference(a, b) or "") != "":
-                    what += f"; {self._repeats(sessions[r], r, n, want, given)}"
+                    what += f"; {self._repeats(r, n, want, given)}"
                     return self._verdict(here, [(_at(f"logits after greedy step {i + 1}", r, batch), what)])
         return f"{self.steps} steps {_SAME}"
 
-    def _repeats(self, like: Any, r: int, n: int, want: Reference, given: Sequence[Tensor]) -> str:
+    def _repeats(self, r: int, n: int, want: Reference, given: Sequence[Tensor]) -> str:
         """Whether the same steps from two copies of the reference's cache agree: where they don't, the trunk's own step differs
         from run to run."""
         assert self.step is not None
-        one, two = (self._filled(like, r, n, want) for _ in range(2))
+        one, two = (self._filled(r, n, want) for _ in range(2))
         with torch.inference_mode():
             for i, token in enumerate(given):
                 if difference(self.step(token, one), self.step(token, two)):
@@ -244,7 +244,7 @@ class _Gate:
                     found.append((_at(path, r, batch), part.cut(of_a[path], r, start, n), part.cut(of_b[path], r, start, n)))
         return found
 
-    def _filled(self, like: Any, r: int, n: int, want: Reference) -> Any:
+    def _filled(self, r: int, n: int, want: Reference) -> Any:
         """A session filled from a reference's cache, tensor by tensor, by shapes: without asking the trunk for its
         state."""
         session = self._session()

@@ -99,8 +99,11 @@ class Journal:
     @contextmanager
     def noting(self) -> Iterator[list[BreakCall]]:
         """The calls within this block."""
-        self._calls = []
-        yield self._calls
+        calls = self._calls = list[BreakCall]()
+        try:
+            yield calls
+        finally:
+            self._calls = []
 
     @contextmanager
     def of(self, specs: Sequence[BreakSpec]) -> Iterator[None]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from segue.capture.context import globals_of, slots
+from segue.runner.attributes import is_foreign
+
 _MOST = 50_000  # values looked at
 _DEEP = 6  # of containers and plain objects; submodules are followed to the end
 _PLAIN = (bool, int, float, str, type(None))
 _FOREIGN = ("torch", "builtins", "threading", "logging", "segue", "functools", "_thread")
-
-Put = Callable[[Any], None]
 
 
 class PlainValues:
@@ -99,7 +100,8 @@ def _children(obj: Any) -> Iterator[tuple[Any, Any, Any]]:
         yield {}, None, obj.func
         yield from ((obj.keywords, k, v) for k, v in list(obj.keywords.items()))
     elif isinstance(obj, types.FunctionType):
-        yield from _of_function(obj)
+        if not is_foreign(obj.__module__):
+            yield from _of_function(obj)
     elif isinstance(obj, dict):
         yield obj, None, None
         yield from ((obj, k, v) for k, v in list(obj.items()))
@@ -112,14 +114,15 @@ def _children(obj: Any) -> Iterator[tuple[Any, Any, Any]]:
         if isinstance(own := getattr(obj, "__dict__", None), dict):
             yield own, None, None
             yield from ((own, k, v) for k, v in list(own.items()))
-        yield from ((obj, name, getattr(obj, name)) for name in _slots(obj) if hasattr(obj, name))
+        names = (name for name in slots(type(obj)) if not name.startswith("__"))
+        yield from ((obj, name, getattr(obj, name)) for name in names if hasattr(obj, name))
 
 
 def _of_function(fn: types.FunctionType) -> Iterator[tuple[Any, Any, Any]]:
     for cell in fn.__closure__ or ():
         if (value := _cell(cell)) is not _EMPTY:
             yield cell, "cell_contents", value
-    for name in fn.__code__.co_names:
+    for name in globals_of(fn.__code__):
         if name in fn.__globals__:
             yield fn.__globals__, name, fn.__globals__[name]
     if isinstance(wrapped := getattr(fn, "__wrapped__", None), types.FunctionType):
@@ -132,15 +135,6 @@ def _now(holder: Any, key: Any) -> Any:
     if isinstance(holder, list):
         return holder[key] if key < len(holder) else _EMPTY
     return holder.get(key, _EMPTY) if isinstance(holder, dict) else getattr(holder, key, _EMPTY)
-
-
-def _slots(obj: Any) -> list[str]:
-    """Names of the attributes that live in ``__slots__``."""
-    names: list[str] = []
-    for cls in type(obj).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else [s for s in slots if isinstance(s, str)]
-    return [name for name in names if not name.startswith("__")]
 
 
 def _cell(cell: types.CellType) -> Any:

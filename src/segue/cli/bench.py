@@ -33,32 +33,20 @@ def ttft(
     if not torch.cuda.is_available():
         raise UsageError("segue bench measures time, which the emulator has none of, and there is no CUDA device here")
     from segue.bench import ttft as bench_ttft
-    from segue.bench.provenance import provenance
 
     chosen = lengths or bench_ttft.LENGTHS
     result = bench_ttft.measure(resolve("cuda"), lengths=chosen, times=times, progress=log.print)
-    sections = [
-        "# Time to first token, one prompt, cache filled",
-        provenance(),
-        *result.notes,
-        f"Medians of {times}, in turns. *segue*: strategy \"auto\", which serves a fresh prompt by its prime graph; *breakable*: "
+    about = (
+        f'Medians of {times}, in turns. *segue*: strategy "auto", which serves a fresh prompt by its prime graph; *breakable*: '
         "the same prompt by the breakable graph. *kernel sum*: device time of the kernels of one eager forward. *host*: how long "
-        "the call keeps the host; *outside the body*: embedding, head, and what transformers and segue do around the graphs.",
-        table(result.rows),
-        "Capturing the ladder:",
-        table([result.capture]),
-        "Where the host time of one attention break goes, each part alone:",
-        table(result.breaks),
-    ]
-    text = "\n\n".join(sections) + "\n"
-    sys.stdout.write(text if output is Format.MD else render(result.rows, output, [provenance(), *result.notes]))
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text)
-        log.print(f"written to {out}")
-    if not result.right:
-        log.print("a replay differs from its reference: see the table")
-        raise typer.Exit(1)
+        "the call keeps the host; *outside the body*: embedding, head, and what transformers and segue do around the graphs."
+    )
+    tables = {
+        "One prompt": result.rows,
+        "Capturing the ladder": [result.capture],
+        "Where the host time of one attention break goes, each part alone": result.breaks,
+    }
+    _publish("# Time to first token, one prompt, cache filled", [*result.notes, about], tables, out, output, result.right)
 
 
 @app.command()

@@ -35,10 +35,10 @@ class Offsets:
         _torch.foreach_copy(self._slots, [self._numbers[at] for at in offsets[1:]])
         self._version, self._offsets = self.cu_seqlens._version, list(offsets)
 
-    def check(self) -> None:
-        """Raise UsageError if a forward has written them since."""
+    def check(self, name: str) -> None:
+        """Raise UsageError if a forward has written them since. ``name``: of the graph."""
         if self.cu_seqlens._version != self._version:
-            raise UsageError("the trunk's forward writes cu_seqlens, which other layers read. Let it work on a copy")
+            raise UsageError(f"{name}: the trunk's forward writes cu_seqlens, which other layers read. Let it work on a copy")
 
 
 class Inputs:

@@ -98,7 +98,6 @@ class PrimeGraph:
         with torch.inference_mode():
             parts = embed(trunk, example, self.name)
             self._inputs = Inputs(parts[0], bucket, requests)
-            self._like = self._inputs.x
             self._inputs.fill(parts, example)
         self.off = _switch.off()
         self.cuts: tuple[int, ...] = ()
@@ -108,7 +107,7 @@ class PrimeGraph:
         )
         if not self.off:
             marked = self._recorder.warm()
-            self._inputs.offsets.check()
+            self._inputs.offsets.check(self.name)
             self.cuts, self._capture = self._recorder.best(cuts, marked)
             self._inputs.look_at(self._capture)
 
@@ -156,7 +155,7 @@ class PrimeGraph:
         with self.pool.turn():
             with _torch.inference_guard(True):
                 batch = read(tokens, session, self._limits, self.trunk)
-                offsets = self._inputs.fill(embed(self.trunk, batch, self.name, self._like), batch)
+                offsets = self._inputs.fill(embed(self.trunk, batch, self.name, self._inputs.x), batch)
                 logits, hidden = self._forward()
             # From here the device is at work, and what is checked costs no time. Only the scratch cache has been written.
             self._modules.check()

@@ -14,8 +14,10 @@ from segue.capture import BreakableCapture, current_forward_ctx
 from segue.errors import ReplayError
 from segue.prime.body import Offsets
 from segue.prime.copyout import CopyOut
+from segue.prime.cuts import pinned
 from segue.prime.delivery import deliver
 from segue.prime.recording import Prime, Recorder, Results
+from segue.prime.requests import Batch
 from segue.prime.trunk import Trunk
 from segue.runner.binding import Call
 from segue.runner.strategy import Job, Program
@@ -115,11 +117,11 @@ class PrimeStrategy:
         root = Prime(self.trunk, filling.scratch)
         recorder = Recorder(run, root, job.pool.device, job.pool, job.stream, filling.name)
         marked = recorder.warm()
-        filling.offsets.check()
-        pattern, found = recorder.best(self.cuts, marked) if self._must_measure(job) else (tuple(self.cuts or ()), None)
-        if found is not None:
+        filling.offsets.check(filling.name)
+        if self.cuts is None and job.pool.device.traits.timing:
+            self.cuts, found = recorder.best(None, marked)
             found.close()
-            self.cuts = pattern
+        pattern = pinned(self.cuts or (), marked)
 
         def at_end(results: Results) -> Callable[[], object]:
             finish = job.arrived(results[0])
@@ -147,9 +149,6 @@ class PrimeStrategy:
                 "overwrite what the sessions hold. Admit it again"
             )
         return found
-
-    def _must_measure(self, job: Job) -> bool:
-        return self.cuts is None and job.pool.device.traits.timing
 
 
 class _Shared:
@@ -180,10 +179,7 @@ class _Filling:
         deliver(self._strategy.trunk, self.copies, sessions, lengths, self._starts(prompts), inference=False)
 
     def _starts(self, prompts: Prompts) -> list[int]:
-        starts = [0]
-        for r in range(self._requests):
-            starts.append(starts[-1] + (prompts[r][0] if r < len(prompts) else 0))
-        return starts
+        return Batch((), [n for n, _ in prompts], ()).offsets(self._requests)
 
 
 class _Captured:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import types
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+
+from segue.capture.context import globals_of
 
 _MOST = 50_000  # values looked at
 _DEEP = 6  # of containers and plain objects; submodules are followed to the end
@@ -60,13 +61,13 @@ def _children(obj: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{i}]", v) for i, v in enumerate(obj.args))
         yield from ((f".{k}", v) for k, v in obj.keywords.items())
     elif isinstance(obj, types.FunctionType):
-        if not _is_foreign(obj.__module__):
+        if not is_foreign(obj.__module__):
             yield from _of_function(obj)
     elif isinstance(obj, dict):
         yield from ((f"[{k!r}]", v) for k, v in list(obj.items()))
     elif isinstance(obj, list | tuple):
         yield from ((f"[{i}]", v) for i, v in enumerate(obj))
-    elif isinstance(own := getattr(obj, "__dict__", None), dict) and not _is_foreign(type(obj).__module__):
+    elif isinstance(own := getattr(obj, "__dict__", None), dict) and not is_foreign(type(obj).__module__):
         yield from ((f".{k}", v) for k, v in list(own.items()))
 
 
@@ -78,7 +79,7 @@ def _of_function(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
             continue  # not filled yet
     for name, default in _defaults(fn):
         yield f": {name}", default
-    for name in _globals_of(fn.__code__):
+    for name in globals_of(fn.__code__):
         if name in fn.__globals__:
             yield f": {name}", fn.__globals__[name]
     if isinstance(wrapped := getattr(fn, "__wrapped__", None), types.FunctionType):
@@ -93,15 +94,7 @@ def _defaults(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield from ((name, value) for name, value in named.items() if isinstance(value, nn.Module | Tensor))
 
 
-@functools.lru_cache(maxsize=4096)
-def _globals_of(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that a function reads, those of functions inside it too. ``co_names`` has its attributes as well."""
-    names = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
-    inner = [name for c in code.co_consts if isinstance(c, types.CodeType) for name in _globals_of(c)]
-    return tuple(dict.fromkeys([*names, *inner]))
-
-
-def _is_foreign(module: str | None) -> bool:
+def is_foreign(module: str | None) -> bool:
     return (module or "").split(".")[0] in _FOREIGN
 
 

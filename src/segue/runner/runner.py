@@ -126,7 +126,7 @@ class GraphRunner:
             self.ladder, self.request_ladder, max_padding, tuple(s.name for s in self.strategies)
         )
         self._by_name = {s.name: s for s in self.strategies}
-        self._preferred, self._one_way = {s.name for s in self.strategies[:-1]}, len(self.strategies) == 1
+        self._preferred = {s.name for s in self.strategies[:-1]}
         self._strict, self._tally = strict, Tally()
         self._output_dims = output_token_dim, output_request_dim
         self._asked, self._pool, self._stream = device, pool, stream
@@ -260,14 +260,14 @@ class GraphRunner:
     def _route(self, call: Call, given: Decision | None, buckets: Buckets) -> Any:
         """Any call but one like an earlier one that was replayed."""
         if self.off:
-            return self._eager(call, "SEGUE=off")
+            return self._eager(call, _switch.REASON)
         decision = self._decide(call, given)
         if decision.strategy in self._preferred:
             call.key = (*call.key, decision.strategy)  # its plans are not those of the last strategy
         plan = buckets.plans.get((call.key, decision.bucket, decision.requests))
         if plan is None or self._shadow is not None:
             return self._slow(call, decision, buckets)
-        if given is None and self._one_way:  # another strategy may look at more than the counts
+        if given is None and not self._preferred:  # another strategy may look at more than the counts
             buckets.remember(call, plan)
         return plan.run(call)
 
@@ -294,7 +294,7 @@ class GraphRunner:
                 return self._fall_back(call, OVER_BUDGET)
             else:
                 try:
-                    answer = buckets.record(call, d.bucket, d.requests, call.ctx, self._by_name[d.strategy])
+                    answer = buckets.record(call, d.bucket, d.requests, call.ctx, strategy)
                 except CaptureFailed:
                     return self._fall_back(call, FAILED)
                 self._keep_to_budget(place, buckets)
@@ -352,7 +352,7 @@ class GraphRunner:
         if given is not None:
             self.admission.check(given, call.tokens, call.requests)
             return given
-        strategy = None if self._one_way else next(s.name for s in self.strategies if s.takes(call))
+        strategy = next(s.name for s in self.strategies if s.takes(call)) if self._preferred else None
         return self.admission.decide(call.tokens, call.requests, strategy)
 
     def _open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Buckets:

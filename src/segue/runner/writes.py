@@ -38,14 +38,13 @@ class WriteLog(_torch.WatchingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not is_breakable_capture_active():
-            positions, names = _torch.written_arguments(func)
-            for value in (*(args[i] for i in positions if i < len(args)), *(kwargs[n] for n in names if n in kwargs)):
+            for value in _torch.written(_torch.written_arguments(func), args, kwargs):
                 for t in value if isinstance(value, list | tuple) else (value,):
-                    if isinstance(t, Tensor) and _has_memory(t):
+                    if isinstance(t, Tensor) and _torch.address(t):
                         self._before_write(t, func)
         result = func(*args, **kwargs)
         for t in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(t, Tensor) and _has_memory(t):
+            if isinstance(t, Tensor) and _torch.address(t):
                 self._note(t, (*args, *kwargs.values()))
         return result
 
@@ -74,24 +73,15 @@ class WriteLog(_torch.WatchingMode):
             self._saved[storage.data_ptr()] = storage, _bytes_of(storage, t.device).clone()
 
     def _note(self, t: Tensor, operands: tuple[Any, ...]) -> None:
-        address = _torch.storage_span(t)[0]
+        address = _torch.address(t)
         if address in self._made or address in self._saved:
             return
         for value in operands:
             for a in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(a, Tensor) and _has_memory(a) and _torch.storage_span(a)[0] == address:
+                if isinstance(a, Tensor) and _torch.address(a) == address:
                     return
         self._made.add(address)
 
 
 def _bytes_of(storage: Any, device: torch.device) -> Tensor:
     return _torch.tensor_at(storage.data_ptr(), storage.nbytes(), torch.uint8, (storage.nbytes(),), (1,), 0, device)
-
-
-def _has_memory(t: Tensor) -> bool:
-    if t.layout is not torch.strided or t.device.type == "meta":
-        return False
-    try:
-        return t.untyped_storage().data_ptr() != 0
-    except (RuntimeError, NotImplementedError):
-        return False  # a wrapper without storage

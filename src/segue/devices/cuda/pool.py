@@ -178,7 +178,7 @@ class CudaPool:
         self._anchor.reset()
         self._anchor = None
         self.id = torch.cuda.graph_pool_handle()
-        self._starts, self._ends, self._mark = [], [], None
+        self._starts, self._ends, self._mark, self._known = [], [], None, False
         torch.cuda.empty_cache()
 
     def follow(self, stream: int) -> None:

@@ -177,9 +177,7 @@ class EmulatedRecording:
         return _torch.lazy_bits(plain, t)
 
     def _save_written(self, known: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        positions, names = known.writes
-        written = [args[i] for i in positions if i < len(args)] + [kwargs[n] for n in names if n in kwargs]
-        for t in _tensors(tuple(written), {}):
+        for t in _tensors(tuple(_torch.written(known.writes, args, kwargs)), {}):
             address, nbytes = _torch.storage_span(t)
             if not nbytes:
                 continue

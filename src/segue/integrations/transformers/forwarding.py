@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from segue.errors import UsageError
+from segue.integrations.transformers.report import report
 
 if TYPE_CHECKING:
     from segue.runner import Stats
@@ -91,8 +92,6 @@ class Handle(ABC):
 
     def report(self) -> str:
         """What ran how, for people: Markdown."""
-        from segue.integrations.transformers.report import report
-
         return report(self)
 
     @contextmanager

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from segue import _switch, _torch
+from segue.capture.state import active_forward
 from segue.errors import UsageError
 from segue.integrations.transformers import checks, fresh, names
 from segue.integrations.transformers.attention import Forward, attention_forward
@@ -92,7 +93,7 @@ class Accelerated(Handle):
         """Capture the whole ladder now, largest bucket first, instead of each bucket at its second call."""
         self._check_usable()
         if (reason := self._changes.reason()) is not None:
-            raise UsageError(f"nothing is captured, as no graph would run {reason}. Remove it first.")
+            raise UsageError(f"nothing is captured, as no graph would run {reason}. Remove a hook, undo another change.")
         ids = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         with self._one_at_a_time, torch.inference_mode():
             x = self._decoder.get_input_embeddings()(ids)[0]
@@ -157,14 +158,7 @@ class Accelerated(Handle):
         if decision.bucket is None:
             return self._untouched_forward(decision.reason, args, kwargs)
 
-        def run(x: Tensor, positions: Tensor, ctx: Forward) -> Tensor:
-            chosen = decision
-            if self._prime is not None and self._prime.fits(ctx, call.tokens):
-                chosen = dataclasses.replace(decision, strategy=self._prime.name)
-            serve = self._runner if self._here.run is None else self._here.run
-            return serve(x, positions, ctx=ctx, decision=chosen)  # type: ignore[no-any-return]
-
-        return self._graphed(call, run)
+        return self._graphed(call, self._here.run or self._runner)
 
     def _untouched_forward(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._untouched[reason] += 1
@@ -221,11 +215,9 @@ class Accelerated(Handle):
         """
         for _ in range(2):
             ctx = self._capture_context(bucket, names.new_cache(self._decoder.config))
-            decision = self._runner.admit(bucket)
-            if bucket in prime.captured or decision.bucket != bucket or not prime.fits(ctx, bucket):
+            if bucket in prime.captured or self._runner.admit(bucket).bucket != bucket or not prime.fits(ctx, bucket):
                 return
-            positions = torch.arange(bucket, device=self._device)
-            self._runner(x, positions, ctx=ctx, decision=dataclasses.replace(decision, strategy=prime.name))
+            self._runner(x, torch.arange(bucket, device=self._device), ctx=ctx)
 
     def _capture_context(self, bucket: int, cache: Any = None) -> Forward:
         """A context for a bucket's explicit capture: one sequence that fills it."""
@@ -265,8 +257,6 @@ class Accelerated(Handle):
             checks.check_probe(self._model, reached, self._layers, self._shown(ours, mask), self._shown(out, mask))
 
     def _plain(self, x: Tensor, position_ids: Tensor, ctx: Forward) -> Tensor:
-        from segue.capture.state import active_forward
-
         with active_forward(ctx):
             return self._body(x, position_ids)
 

@@ -16,7 +16,8 @@ class Implementation:
     while a body runs, the untouched model, its masks and what else reads the name never see it.
     """
 
-    def __init__(self, configs: Iterable[Any]) -> None:
+    def __init__(self, configs: Iterable[Any], name: str = NAME) -> None:
+        self._segue = name
         self._configs = list({id(config): config for config in configs}.values())
         self._own: list[Any] = []
         self.swapped = False  # a body is running
@@ -33,7 +34,7 @@ class Implementation:
         own = [config._attn_implementation for config in self._configs]
         before, self._own, self.swapped = (self._own, self.swapped), own, True
         try:
-            self._set([NAME] * len(own))
+            self._set([self._segue] * len(own))
             yield
         finally:
             self._set(own)
@@ -50,7 +51,7 @@ class Implementation:
         try:
             yield
         finally:
-            self._set([NAME] * len(self._configs))
+            self._set([self._segue] * len(self._configs))
             self.swapped = True
 
     def _set(self, names: list[Any]) -> None:

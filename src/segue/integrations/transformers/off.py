@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -10,6 +9,7 @@ from torch import nn
 from segue import _switch
 from segue.integrations.transformers.forwarding import Handle
 from segue.runner import Stats
+from segue.runner.stats import Tally
 
 
 class Off(Handle):
@@ -17,14 +17,13 @@ class Off(Handle):
 
     def __init__(self, model: Any) -> None:
         self._begin(model)
-        self._count = 0
+        self._tally = Tally()
         base = getattr(model, "base_model", model)
         self._hook = base.register_forward_pre_hook(self._counted) if isinstance(base, nn.Module) else None
 
     @property
     def stats(self) -> Stats:
-        reasons = {_switch.REASON: self._count} if self._count else {}
-        return Stats(0, 0, 0, self._count, MappingProxyType(reasons), 0.0, 0, 0)
+        return self._tally.snapshot(0, 0, ())
 
     def capture(self) -> None:
         """Nothing."""
@@ -42,4 +41,5 @@ class Off(Handle):
             self._hook.remove()
 
     def _counted(self, module: nn.Module, args: Any) -> None:
-        self._count += not self._here.untouched
+        if not self._here.untouched:
+            self._tally.fell_back(_switch.REASON)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from segue.runner.memory import mib
+
 if TYPE_CHECKING:
     from segue.integrations.transformers.forwarding import Handle
 
@@ -20,8 +22,8 @@ def report(handle: Handle) -> str:
         *((f"untouched: {reason}", str(count)) for reason, count in sorted(stats.reasons.items())),
         ("buckets with a graph", ", ".join(map(str, stats.buckets)) or "none"),
         ("padded rows", f"{stats.padding_share:.1%}"),
-        ("graph memory", f"{stats.pool_bytes / 2**20:.1f} MiB"),
-        ("scratch caches of prime graphs", f"{handle.scratch_bytes / 2**20:.1f} MiB"),
+        ("graph memory", mib(stats.pool_bytes)),
+        ("scratch caches of prime graphs", mib(handle.scratch_bytes)),
     ]
     name = type(handle.model).__name__
     return "\n".join([f"| {name} | |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in rows)])

@@ -14,6 +14,7 @@ from torch import Tensor
 from segue import _torch
 from segue.errors import InputError, UsageError
 from segue.integrations.transformers import checks, names
+from segue.integrations.transformers.implementation import Implementation
 from segue.prime import Rows, cut_here
 
 _TOGETHER = 8  # keys and values of so many layers are kept in one fused copy: each copy alone takes the device 2 us
@@ -74,7 +75,7 @@ class ModelTrunk:
         self._decoder = checks.decoder_of(model) if decoder is None else decoder
         self._forward: Callable[..., Any] = self._decoder.forward if forward is None else forward
         self._config = self._decoder.config
-        self._configs = list({id(c): c for m in self._decoder.modules() if (c := getattr(m, "config", None))}.values())
+        self._implementation = Implementation((m.config for m in self._decoder.modules() if hasattr(m, "config")), NAME)
         self._device = checks.device_of(self._decoder)
         self._attention = self._decoder.layers[0].self_attn
         self._shape = 2 * len(self._decoder.layers), self._config.num_key_value_heads, self._attention.head_dim
@@ -191,31 +192,28 @@ class ModelTrunk:
     @contextmanager
     def _running(self, kv: Tensor, rows: Tensor, request: Tensor | None, dtype: torch.dtype) -> Iterator[None]:
         """Attention goes to :func:`_attend` and finds the cache, while the decoder's forward runs."""
-        own = [config._attn_implementation for config in self._configs]
-        if own[0] not in _OWN:
+        own = self._implementation.name
+        if own not in _OWN:
             raise UsageError(
-                f"{type(self.model).__name__} computes attention by {own[0]!r}, which a prime graph can't give packed or "
+                f"{type(self.model).__name__} computes attention by {own!r}, which a prime graph can't give packed or "
                 f"causal rows without reading the host. Use one of {_OWN}: model.set_attn_implementation('sdpa')"
             )
         mask = None
-        if request is not None or own[0] == "eager":
+        if request is not None or own == "eager":
             mask = rows[:, None] >= rows
             mask = mask if request is None else mask & (request[:, None] == request)
-            if own[0] == "eager":
+            if own == "eager":
                 least = torch.finfo(dtype).min
                 mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, least)
             mask = mask[None, None]
         before = _now.running
         try:
-            for config in self._configs:
-                config._attn_implementation = NAME
-            _now.running = running = _Running(kv, names.attention_function(self._attention, own[0]), mask)
-            yield
-            running.flush()
+            with self._implementation.segue():
+                _now.running = running = _Running(kv, names.attention_function(self._attention, own), mask)
+                yield
+                running.flush()
         finally:
             _now.running = before
-            for config, name in zip(self._configs, own, strict=True):
-                config._attn_implementation = name
 
     def _check_causal(self) -> None:
         where = not_causal(self._decoder)
