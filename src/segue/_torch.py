@@ -301,6 +301,63 @@ def private_stream(device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.ExternalStream(int(handle), device=device)
 
 
+def has_cuda_runtime() -> bool:
+    """Whether cuda-bindings is installed."""
+    return _cuda_runtime() is not None
+
+
+class StreamCapture:
+    """The stream capture under way on the current stream, closer than torch lets one see it. Needs cuda-bindings.
+
+    Its events and waits are raw, so that who watches torch's doesn't take them for the user's.
+
+    Args:
+        device: index of the current device.
+        events: a store of events, which this one uses from the start and adds to.
+    """
+
+    def __init__(self, device: int, events: list[Any]) -> None:
+        self._runtime = runtime = _cuda_runtime()
+        self._events, self._used = events, 0
+        error, _, _, self._graph, *_ = runtime.cudaStreamGetCaptureInfo(runtime.cudaStream_t(raw_stream(device)))
+        self._see(error)
+
+    def nodes(self) -> int:
+        """How many nodes the graph has so far."""
+        error, *_, count = self._runtime.cudaGraphGetNodes(self._graph)
+        self._see(error)
+        return int(count)
+
+    def mark(self, stream: torch.cuda.Stream) -> Any:
+        """An event at the point that ``stream`` has reached."""
+        runtime = self._runtime
+        if self._used == len(self._events):
+            error, made = runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming)
+            self._see(error)
+            self._events.append(made)
+        event = self._events[self._used]
+        self._used += 1
+        self._see(*runtime.cudaEventRecord(event, runtime.cudaStream_t(stream.cuda_stream)))
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: Any) -> None:
+        """Have what ``stream`` is given next come after ``event``."""
+        self._see(*self._runtime.cudaStreamWaitEvent(self._runtime.cudaStream_t(stream.cuda_stream), event, 0))
+
+    def _see(self, error: Any) -> None:
+        if int(error) != 0:
+            self._runtime.cudaGetLastError()
+            raise RuntimeError(f"CUDA error: {getattr(error, 'name', error)}, when the streams of a capture were ordered")
+
+
+def current_setter(stream: torch.cuda.Stream) -> Callable[[], None]:
+    """What makes ``stream`` current, quickly and unobserved."""
+    set_stream: Callable[..., None] = torch._C._cuda_setStream
+    return functools.partial(
+        set_stream, stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
+
+
 def _node_count(graph: torch.cuda.CUDAGraph) -> int | None:
     runtime = _cuda_runtime()
     if runtime is None:

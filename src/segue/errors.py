@@ -21,6 +21,10 @@ class CaptureError(SegueError):
     """Something that a graph can't hold was met while recording: a host read, a data-dependent shape, a mutable argument."""
 
 
+class UnseenWorkError(CaptureError):
+    """A kernel that no op tells of ran while a segment was recorded on several streams: it can only be recorded on one."""
+
+
 class GraphMemoryError(CaptureError, torch.OutOfMemoryError):
     """The device ran out of memory while a capture was recorded. Earlier captures keep working."""
 

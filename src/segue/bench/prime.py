@@ -49,10 +49,13 @@ def measure(
     with accelerate(model, max_tokens=max(lengths), strategy="breakable", device=device) as graphed:
         for n in sorted(lengths, reverse=True):
             progress(f"{n} tokens")
-            with PrimeGraph(trunk, n, device=device) as prime:
-                rows.append(_row(graphed, prime, n, times))
+            with (
+                PrimeGraph(trunk, n, device=device) as prime,
+                PrimeGraph(trunk, n, cuts=[], aux_streams=False, device=device) as plain,
+            ):
+                rows.append(_row(graphed, prime, plain, n, times))
                 if prime.measured:
-                    cuts.append({"tokens": n, **{str(list(c)): seconds * 1e3 for c, seconds in prime.measured.items()}})
+                    cuts.append({"tokens": n, **{str(way): seconds * 1e3 for way, seconds in prime.measured.items()}})
     rows.reverse()
     cuts.reverse()
     notes = [f"shape: {dataclasses.asdict(shape)}, {str(dtype).removeprefix('torch.')}"]
@@ -61,14 +64,14 @@ def measure(
     return Result(rows, cuts, all(row["prime = reference"] == "bit for bit" for row in rows), notes)
 
 
-def _row(graphed: Any, prime: PrimeGraph, n: int, times: int) -> dict[str, Any]:
+def _row(graphed: Any, prime: PrimeGraph, plain: PrimeGraph, n: int, times: int) -> dict[str, Any]:
     model, trunk = graphed.model, prime.trunk
     draw = torch.Generator().manual_seed(n)
     ids = torch.randint(0, model.config.vocab_size, (1, n), generator=draw).to(model.device)
     name = names.cache_name(model.forward)
 
     # Made before the clock starts, as generate() makes one before its forwards; each goes with its call.
-    caches = [names.new_cache(model.config) for _ in range(3 * times + 24)]
+    caches = [names.new_cache(model.config) for _ in range(3 * times + 28)]
 
     def forward() -> Any:
         with torch.inference_mode():
@@ -78,9 +81,9 @@ def _row(graphed: Any, prime: PrimeGraph, n: int, times: int) -> dict[str, Any]:
         with graphed.untouched():
             return forward()
 
-    def run() -> Any:
+    def run(graph: PrimeGraph = prime) -> Any:
         with torch.inference_mode():
-            return prime.run(ids, caches.pop())
+            return graph.run(ids, caches.pop())
 
     def replay() -> None:
         assert prime.capture is not None
@@ -105,7 +108,9 @@ def _row(graphed: Any, prime: PrimeGraph, n: int, times: int) -> dict[str, Any]:
         "copy": copy,
     }
     taken = clock.interleaved(runs, times)
-    busy, replayed, copied = clock.kernels(run), clock.kernels(replay), clock.kernels(copy)
+    # Of the graph on one stream: kernels that run beside each other take longer each.
+    whole, copied = clock.kernels(lambda: run(plain)), clock.kernels(copy)
+    busy = None if whole is None or copied is None else whole - copied
     differs = difference(got.logits, want.logits) or difference(got.hidden, want.hidden)
     return {
         "tokens": n,
@@ -116,11 +121,12 @@ def _row(graphed: Any, prime: PrimeGraph, n: int, times: int) -> dict[str, Any]:
         "kernel sum ms": None if busy is None else busy * 1e3,
         "prime / breakable": taken["prime"] / taken["breakable"],
         "prime / kernel sum": None if busy is None else taken["prime"] / busy,
-        "replay / its kernels": None if replayed is None else taken["replay"] / replayed,
+        "replay / kernel sum": None if busy is None else taken["replay"] / busy,
         "copy-out us": taken["copy"] * 1e6,
         "of it device us": None if copied is None else copied * 1e6,
         "copied MB": sum(to.numel() * to.element_size() for to, _ in pairs) / 1e6,
         "cut after": str(list(prime.cuts)),
+        "streams": "several" if prime.aux_streams else "one",
         "recording ms": prime.seconds * 1e3,
         "recording / eager": prime.seconds / taken["eager"],
         "prime = reference": differs or "bit for bit",

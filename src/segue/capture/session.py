@@ -43,6 +43,7 @@ class BreakableCapture:
             and a parameter that is given other memory is noticed.
         overlap: for who copies the results out before anything else replays. The device may run the first segment while the
             host still looks whether what the others read is where it was; an error leaves nothing but that segment's work.
+        aux_streams: record on auxiliary streams too, where the device can: ops that don't need each other run beside each other.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class BreakableCapture:
         name: str | None = None,
         root: Any = None,
         overlap: bool = False,
+        aux_streams: bool = False,
     ) -> None:
         rows = None if rows is None else row_count(rows, "BreakableCapture: rows")
         valid_rows = None if valid_rows is None else row_count(valid_rows, "BreakableCapture: valid_rows")
@@ -69,7 +71,7 @@ class BreakableCapture:
         self._status = "new"
         self._steps: list[Step] = []
         self._graphs: list[Segment] = []
-        self._root, self._overlap = root, overlap
+        self._root, self._overlap, self._aux_streams = root, overlap, aux_streams
         self._watch = Watch(self.pool, self.name)
         self._at_end: list[Callable[[], object]] = []
         self._recording: Recording | None = None
@@ -279,7 +281,7 @@ class BreakableCapture:
     def _begin(self) -> None:
         forget_casts()
         with uninterrupted():
-            recording = self.device.begin(self.pool)
+            recording = self.device.begin(self.pool, self._aux_streams)
             recording.reenter = self._watch
             self._recording = self._watch.recording = recording
             self._watch.segment = len(self._graphs)

@@ -117,8 +117,11 @@ class Device(Protocol):
     def session(self, pool: Any, stream: Any) -> AbstractContextManager[None]:
         """Around a whole capture: on the capture stream, after the caller's work; the caller's stream goes on after it."""
 
-    def begin(self, pool: Any) -> Recording:
-        """Start recording a segment into ``pool``, one of this device's, on the current stream."""
+    def begin(self, pool: Any, aux_streams: bool = False) -> Recording:
+        """Start recording a segment into ``pool``, one of this device's, on the current stream.
+
+        ``aux_streams``: ops that don't need each other may run beside each other, where the device can do that.
+        """
 
     def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
         """Run ``fn`` and order what it leaves on other streams before what follows. Returns whether it used any."""

@@ -1,7 +1,7 @@
 """Where a whole graph is cut into a few segments, so that the device starts while the rest is being submitted.
 
 A graph of 1,500 nodes keeps the GPU idle for 0.5 to 1.2 ms while it is launched; each cut costs it about 10 us. A few
-segments that grow are best, and which few depends on model, bucket and host.
+segments that grow are best, and which few depends on model, bucket and host. So does whether a graph with branches is quicker.
 """
 
 from __future__ import annotations
@@ -10,12 +10,23 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from segue.capture import BreakableCapture
 from segue.devices import Device
-from segue.errors import UsageError
+from segue.errors import UnseenWorkError, UsageError
 
 _RUNS, _WARM = 9, 3
+
+
+class Pattern(NamedTuple):
+    """How a whole forward is recorded: after which marks it is cut, and whether on auxiliary streams too."""
+
+    cuts: tuple[int, ...] = ()
+    aux_streams: bool = True
+
+    def __str__(self) -> str:
+        return f"{list(self.cuts)} on {'several streams' if self.aux_streams else 'one stream'}"
 
 
 class Marks(threading.local):
@@ -69,21 +80,36 @@ def patterns(marked: int) -> list[tuple[int, ...]]:
 
 
 def quickest(
-    candidates: Sequence[tuple[int, ...]],
-    record: Callable[[tuple[int, ...]], BreakableCapture],
+    cuts: Sequence[tuple[int, ...]],
+    aux_streams: Sequence[bool],
+    record: Callable[[Pattern], BreakableCapture],
     device: Device,
-) -> tuple[tuple[int, ...], BreakableCapture, dict[tuple[int, ...], float]]:
-    """Record each candidate, measure it from an idle device to an idle device, and keep the quickest.
+) -> tuple[Pattern, BreakableCapture, dict[Pattern, float]]:
+    """Record and measure each way of cutting, from an idle device to an idle device, and keep the quickest.
 
-    Returns the pattern, its capture, and the seconds of each. The others are closed.
+    The first cuts decide between several streams and one. Returns the pattern, its capture, and the seconds of each that was
+    tried. The others are closed.
+
+    Raises:
+        UnseenWorkError: nothing but ``True`` was left for ``aux_streams``, and the forward has kernels that no op tells of.
     """
-    captures: dict[tuple[int, ...], BreakableCapture] = {}
-    seconds: dict[tuple[int, ...], float] = {}
-    try:
+    captures: dict[Pattern, BreakableCapture] = {}
+    seconds: dict[Pattern, float] = {}
+
+    def try_out(candidates: Iterable[Pattern]) -> None:
         for candidate in candidates:
-            captures[candidate] = record(candidate)
-        for candidate, capture in captures.items():
-            seconds[candidate] = _median(capture, device)
+            try:
+                captures[candidate] = record(candidate)
+            except UnseenWorkError:
+                if len(aux_streams) == 1:
+                    raise
+        for candidate in captures.keys() - seconds.keys():
+            seconds[candidate] = _median(captures[candidate], device)
+
+    try:
+        try_out(Pattern(cuts[0], aux) for aux in aux_streams)
+        aux = min(seconds, key=lambda c: seconds[c]).aux_streams
+        try_out(Pattern(c, aux) for c in cuts[1:])
     except BaseException:
         for capture in captures.values():
             capture.close()

@@ -18,7 +18,7 @@ from segue.capture import BreakableCapture, weak_ref_tensor
 from segue.capture.guards import one_capture
 from segue.devices import Device, Pool
 from segue.errors import CaptureError, SegueError, UsageError
-from segue.prime.cuts import marks, patterns, pinned, quickest
+from segue.prime.cuts import Pattern, marks, patterns, pinned, quickest
 from segue.prime.trunk import Trunk
 
 log = logging.getLogger("segue")
@@ -47,7 +47,7 @@ class Recorder:
         self._run, self._root, self._name = run, root, name
         self._device, self._pool, self._stream = device, pool, stream
         self.seconds = 0.0  # that the latest recording took
-        self.measured: dict[tuple[int, ...], float] = {}  # seconds of each pattern, where cuts were measured
+        self.measured: dict[Pattern, float] = {}  # seconds, where there was a choice and it was measured
         self.results: dict[BreakableCapture, Results] = {}
 
     def warm(self) -> int:
@@ -58,24 +58,24 @@ class Recorder:
             self._run()
             return marks.end()
 
-    def best(self, cuts: Sequence[int] | None, marked: int) -> tuple[tuple[int, ...], BreakableCapture]:
-        """Record with the pinned ``cuts``, or with the quickest pattern, where the device can measure.
+    def best(self, cuts: Sequence[int] | None, aux_streams: bool | None, marked: int) -> tuple[Pattern, BreakableCapture]:
+        """Record as pinned, or as is quickest, where the device can measure.
 
         Raises:
             UsageError: a cut is no mark.
         """
-        if cuts is not None:
-            pattern = pinned(cuts, marked)
+        ways = [pinned(cuts, marked)] if cuts is not None else patterns(marked)
+        choices = [aux_streams] if aux_streams is not None else [True, False]
+        if not self._device.traits.timing or (len(ways) == 1 and len(choices) == 1):
+            pattern = Pattern(ways[0], choices[0])
             return pattern, self.record(pattern)
-        if not self._device.traits.timing:
-            return (), self.record(())
-        best, capture, self.measured = quickest(patterns(marked), self.record, self._device)
+        best, capture, self.measured = quickest(ways, choices, self.record, self._device)
         self.results = {capture: self.results[capture]}
-        shown = ", ".join(f"{list(c)} {seconds * 1e3:.3f} ms" for c, seconds in self.measured.items())
-        log.info("segue: %s is cut after %s: %s", self._name, list(best), shown)
+        shown = ", ".join(f"{pattern} {seconds * 1e3:.3f} ms" for pattern, seconds in self.measured.items())
+        log.info("segue: %s is cut after %s: %s", self._name, best, shown)
         return best, capture
 
-    def record(self, cuts: tuple[int, ...], at_end: AtEnd | None = None) -> BreakableCapture:
+    def record(self, pattern: Pattern, at_end: AtEnd | None = None) -> BreakableCapture:
         """Record once. ``results`` then has what the forward returned, as views of graph memory that own nothing.
 
         ``at_end``: gets what the forward returned; what it returns is called when all of it has run, and nobody else
@@ -84,10 +84,12 @@ class Recorder:
         Raises:
             CaptureError: the forward can't be in a graph. UsageError: it met a break point.
         """
-        capture = BreakableCapture(pool=self._pool, stream=self._stream, name=self._name, root=self._root, overlap=True)
+        capture = BreakableCapture(
+            pool=self._pool, stream=self._stream, name=self._name, root=self._root, overlap=True, aux_streams=pattern.aux_streams
+        )
         start = time.perf_counter()
         with self._named_errors(), torch.inference_mode(), capture:
-            marks.begin(capture, cuts)
+            marks.begin(capture, pattern.cuts)
             try:
                 results = self._run()
             finally:

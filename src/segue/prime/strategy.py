@@ -14,7 +14,7 @@ from segue.capture import BreakableCapture, current_forward_ctx
 from segue.errors import ReplayError
 from segue.prime.body import Offsets
 from segue.prime.copyout import CopyOut
-from segue.prime.cuts import pinned
+from segue.prime.cuts import Pattern, pinned
 from segue.prime.delivery import deliver
 from segue.prime.recording import Prime, Recorder, Results
 from segue.prime.requests import Batch
@@ -34,7 +34,7 @@ class PrimeStrategy:
             it is no batch of fresh prompts.
         x: the input that has the embedded tokens [tokens, D], padded with zeros.
         requests: the most prompts in a call.
-        cuts: as for :class:`~segue.PrimeGraph`; measured at the first capture and kept for the others.
+        cuts, aux_streams: as for :class:`~segue.PrimeGraph`; measured at the first capture and kept for the others.
         most_rows: the largest bucket. A trunk with ``part()`` makes one scratch cache of so many rows, and the graphs of all
             buckets fill that; by default it is made anew for a bucket larger than those before.
     """
@@ -48,9 +48,10 @@ class PrimeStrategy:
         x: str = "x",
         requests: int = 1,
         cuts: Sequence[int] | None = None,
+        aux_streams: bool | None = None,
         most_rows: int = 0,
     ) -> None:
-        self.trunk, self.requests, self.cuts = trunk, requests, cuts
+        self.trunk, self.requests, self.cuts, self.aux_streams = trunk, requests, cuts, aux_streams
         self._fresh, self._x, self._most_rows = fresh, x, most_rows
         self._programs: weakref.WeakSet[_Captured] = weakref.WeakSet()
         self._shared: weakref.ref[_Shared] | None = None  # goes with the last graph that fills it
@@ -59,6 +60,10 @@ class PrimeStrategy:
     def captured(self) -> frozenset[int]:
         """Buckets that have a graph."""
         return frozenset(program.rows for program in self._programs if program.open)
+
+    @property
+    def _open_question(self) -> bool:
+        return self.cuts is None or self.aux_streams is None
 
     @property
     def scratch_bytes(self) -> int:
@@ -118,10 +123,10 @@ class PrimeStrategy:
         recorder = Recorder(run, root, job.pool.device, job.pool, job.stream, filling.name)
         marked = recorder.warm()
         filling.offsets.check(filling.name)
-        if self.cuts is None and job.pool.device.traits.timing:
-            self.cuts, found = recorder.best(None, marked)
+        if self._open_question and job.pool.device.traits.timing:
+            (self.cuts, self.aux_streams), found = recorder.best(self.cuts, self.aux_streams, marked)
             found.close()
-        pattern = pinned(self.cuts or (), marked)
+        pattern = Pattern(pinned(self.cuts or (), marked), self.aux_streams is not False)
 
         def at_end(results: Results) -> Callable[[], object]:
             finish = job.arrived(results[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,11 +10,19 @@ from typing import Any
 import torch
 
 from segue import _torch
+from segue.devices import aux_streams
 from segue.devices.cuda import streams
+from segue.devices.cuda.forked import ForkedRecording
 from segue.devices.cuda.pool import CudaPool, session_books
 from segue.devices.cuda.recording import CudaRecording
 from segue.devices.protocol import Traits
 from segue.errors import UsageError
+
+
+class _Prepared(threading.local):
+    """cuBLAS handles, and with them the workspaces, are each thread's own."""
+
+    done = False
 
 
 class CudaDevice:
@@ -26,6 +35,9 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._pool: CudaPool | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._aux: list[torch.cuda.Stream] = []
+        self._events: list[Any] = []  # for the edges between streams of a segment; one capture at a time uses them
+        self._prepared = _Prepared()
 
     def default_pool(self) -> CudaPool:
         if self._pool is None:
@@ -56,8 +68,26 @@ class CudaDevice:
             finally:
                 caller.wait_stream(stream)
 
-    def begin(self, pool: CudaPool) -> CudaRecording:
+    def begin(self, pool: CudaPool, aux_streams: bool = False) -> CudaRecording:
+        if aux_streams and _torch.has_cuda_runtime():
+            return ForkedRecording(pool, self._aux_streams(), self._events)
         return CudaRecording(pool)
+
+    def _aux_streams(self) -> list[torch.cuda.Stream]:
+        """The device's auxiliary streams, on which this thread's libraries have what they can't make in a capture."""
+        while len(self._aux) < aux_streams.COUNT:
+            self._aux.append(_torch.private_stream(self.torch_device))
+        if not self._prepared.done:
+            self._prepared.done = True
+            for stream in self._aux:
+                with torch.cuda.stream(stream):
+                    torch.cuda.current_blas_handle()
+                    for dtype in (torch.float32, torch.bfloat16):  # with and without cuBLASLt, which has a workspace of its own
+                        a = torch.zeros(16, 16, dtype=dtype, device=self.torch_device)
+                        torch.nn.functional.linear(a, a, a[0])
+                        torch.mm(a, a)
+                stream.synchronize()
+        return self._aux
 
     def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
         return streams.ordered(fn)

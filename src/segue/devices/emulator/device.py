@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from segue.devices.aux_streams import COUNT
 from segue.devices.emulator import guard
 from segue.devices.emulator.pool import EmulatedPool
 from segue.devices.emulator.recording import EmulatedRecording
@@ -46,8 +47,8 @@ class Emulator:
             finally:
                 guard.sweep()
 
-    def begin(self, pool: EmulatedPool) -> EmulatedRecording:
-        return EmulatedRecording(pool)
+    def begin(self, pool: EmulatedPool, aux_streams: bool = False) -> EmulatedRecording:
+        return EmulatedRecording(pool, COUNT if aux_streams else 0)
 
     def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
         return fn(), False

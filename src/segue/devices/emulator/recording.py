@@ -13,6 +13,7 @@ import torch
 from torch import Generator, Tensor
 
 from segue import _torch, _where
+from segue.devices.aux_streams import AuxStreams, is_view
 from segue.devices.emulator.guard import HostGuard, eager_compiled
 from segue.devices.emulator.pool import EmulatedPool
 from segue.devices.emulator.rules import MEND, Facts, check_arguments, facts, refusal
@@ -29,11 +30,14 @@ class EmulatedRecording:
 
     reenter: AbstractContextManager[Any]
 
-    def __init__(self, pool: EmulatedPool) -> None:
+    def __init__(self, pool: EmulatedPool, aux_streams: int = 0) -> None:
         if pool.recording:
             raise UsageError("this pool is being recorded into already; one capture at a time")
         self._pool, self._first_serial = pool, pool.serial
         self._steps: list[Step] = []
+        self._counts = [0] * (1 + aux_streams)  # steps of each stream
+        self._waits: list[list[tuple[int, int]]] = [[] for _ in self._counts]  # of each stream's next step
+        self._aux = AuxStreams(aux_streams, self._reached, self._wait) if aux_streams else None
         self._externals: dict[int, External] = {}
         self._literals: dict[int, Tensor] = {}  # held, so that no later storage takes over the identity
         self._refused: CaptureError | None = None
@@ -70,11 +74,17 @@ class EmulatedRecording:
                 for g in (*args, *kwargs.values()):
                     if isinstance(g, Generator):
                         self._save_generator(g)
+            stream = 0
+            if self._aux is not None and not is_view(func):
+                stream = self._aux.enter(func, args, kwargs)
             result = known.run(*args, **kwargs)
             if known.op == "lift_fresh":
                 self._literals[_torch.storage_key(result)] = result
                 return result
-            return self._record(known, operands, args, kwargs, result)
+            mine = self._record(known, operands, args, kwargs, result, stream)
+            if self._aux is not None and not is_view(func):
+                self._aux.leave(mine)
+            return mine
 
     def _opened(self, func: Any, known: Facts, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if known.body is not None:
@@ -130,6 +140,12 @@ class EmulatedRecording:
         self._externals.clear()
         self._literals.clear()
 
+    def _reached(self, stream: int) -> tuple[int, int]:
+        return stream, self._counts[stream]
+
+    def _wait(self, stream: int, mark: tuple[int, int]) -> None:
+        self._waits[stream].append(mark)
+
     def _leave(self) -> None:
         self._open = False
         self._pool.recording = False
@@ -150,9 +166,9 @@ class EmulatedRecording:
             raise self.refuse(refusal(known.op, why))
 
     def _record(
-        self, known: Facts, operands: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+        self, known: Facts, operands: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, stream: int
     ) -> Any:
-        fresh = _Fresh(self._pool, known, {_torch.storage_key(t) for t in operands})
+        fresh = _Fresh(self._pool, known, {_torch.storage_key(t) for t in operands}, stream)
         mine = fresh.take(result, ())
         if fresh.refused is not None:
             raise self.refuse(refusal(known.op, fresh.refused))
@@ -160,7 +176,9 @@ class EmulatedRecording:
             where = _where.caller()
             bake = partial(self._bake, known.op, where)
             run = partial(known.run, *_map(bake, args), **{k: _map(bake, v) for k, v in kwargs.items()})
-            self._steps.append(Step(run, _joined(fresh.stores), known.op, where))
+            after, self._waits[stream] = tuple(self._waits[stream]), []
+            self._steps.append(Step(run, _joined(fresh.stores), known.op, where, stream, after))
+            self._counts[stream] += 1
         return mine
 
     def _bake(self, op: str, where: str, t: Tensor) -> Tensor:
@@ -201,11 +219,11 @@ class EmulatedRecording:
 class _Fresh:
     """Moves what one op made into the pool. What shares memory with an operand stays: views, and in-place results."""
 
-    def __init__(self, pool: EmulatedPool, known: Facts, given: set[int]) -> None:
+    def __init__(self, pool: EmulatedPool, known: Facts, given: set[int], stream: int) -> None:
         self.stores: list[tuple[tuple[int, ...], Store]] = []  # where in the result, and how a replay writes it
         self.refused: str | None = None
         self.fill = not known.allocates or _torch.fills_empty()
-        self._pool, self._given = pool, given
+        self._pool, self._given, self._stream = pool, given, stream
         self._moved: dict[int, Tensor] = {}
 
     def take(self, value: Any, path: tuple[int, ...]) -> Any:
@@ -228,7 +246,9 @@ class _Fresh:
         nbytes, offset = value.untyped_storage().nbytes(), int(value.storage_offset())
         first = self._moved.get(key)
         if first is None:
-            mine = self._moved[key] = self._pool.allocate(nbytes, value.dtype, value.size(), value.stride(), offset)
+            mine = self._moved[key] = self._pool.allocate(
+                nbytes, value.dtype, value.size(), value.stride(), offset, self._stream
+            )
         else:
             mine = _torch.alias(first, value)
         address = _torch.storage_span(mine)[0]

@@ -1,0 +1,67 @@
+"""Recording a segment on several streams, so that its graph has branches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from segue import _torch
+from segue.devices.aux_streams import AuxStreams, is_view
+from segue.devices.cuda.pool import CudaPool
+from segue.devices.cuda.recording import CudaRecording, CudaSegment
+from segue.errors import UnseenWorkError
+
+
+class ForkedRecording(CudaRecording):
+    """A stream capture that forks to auxiliary streams and joins them again.
+
+    Between ops the capture stream is the current one, and kernels that no op tells of, such as triton's, go there. They are
+    noticed by the nodes that they add to the graph.
+    """
+
+    def __init__(self, pool: CudaPool, aux: list[torch.cuda.Stream], events: list[Any]) -> None:
+        super().__init__(pool)
+        try:
+            capture = _torch.StreamCapture(self._device, events)
+            streams = [torch.cuda.current_stream(), *aux]
+            self._enter = [_torch.current_setter(s) for s in streams]
+            self._count, self._nodes = capture.nodes, 0
+            self._aux: AuxStreams[Any] = AuxStreams(
+                len(aux), lambda s: capture.mark(streams[s]), lambda s, event: capture.wait(streams[s], event)
+            )
+        except BaseException:
+            self.abort()
+            raise
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_view(func):
+            return super().run(func, args, kwargs)
+        self._look()
+        stream = self._aux.enter(func, args, kwargs)
+        if stream:
+            self._enter[stream]()
+            try:
+                result = super().run(func, args, kwargs)
+            finally:
+                self._enter[0]()
+        else:
+            result = super().run(func, args, kwargs)
+        self._aux.leave(result)
+        self._nodes = self._count()
+        return result
+
+    def commit(self) -> CudaSegment:
+        self._look()
+        self._aux.join()
+        return super().commit()
+
+    def _look(self) -> None:
+        if self._count() == self._nodes:
+            return
+        if not self._aux.joined:
+            raise UnseenWorkError(
+                "a kernel that no op tells of (a triton kernel, compiled code) ran beside ops on auxiliary streams, and nobody "
+                "knows what it reads. Record with aux_streams=False, or wrap it with torch.library."
+            )
+        self._aux.unseen()
