@@ -319,14 +319,13 @@ class StreamCapture:
     def __init__(self, device: int, events: list[Any]) -> None:
         self._runtime = runtime = _cuda_runtime()
         self._events, self._used = events, 0
-        error, _, _, self._graph, *_ = runtime.cudaStreamGetCaptureInfo(runtime.cudaStream_t(raw_stream(device)))
-        self._see(error)
+        self._origin = runtime.cudaStream_t(raw_stream(device))
 
-    def nodes(self) -> int:
-        """How many nodes the graph has so far."""
-        error, *_, count = self._runtime.cudaGraphGetNodes(self._graph)
+    def reached(self) -> list[int]:
+        """The nodes that the next one on the stream it began on comes after."""
+        error, *_, nodes, _, _ = self._runtime.cudaStreamGetCaptureInfo(self._origin)
         self._see(error)
-        return int(count)
+        return list(map(int, nodes))
 
     def mark(self, stream: torch.cuda.Stream) -> Any:
         """An event at the point that ``stream`` has reached."""

@@ -160,14 +160,27 @@ def test_a_trunk_that_does_not_repeat_itself_fails_its_control(device: Device) -
 
 
 class RandomStep(dense.Dense):
+    results = 2
+
     def step(self, token: Tensor, session: Any) -> Tensor:
         logits = super().step(token, session)
-        return logits + torch.rand_like(logits) * 1e-3
+        return logits + torch.randint(self.results, (1,)).item() * 1e-3
 
 
-def test_a_step_that_does_not_repeat_itself_is_told_from_a_cache_that_is_wrong(device: Device) -> None:
-    found = _findings(_ready(RandomStep, device), device)
-    assert found and all("greedy step" in line and "step() doesn't repeat itself" in line for line in found), found
+def test_a_step_that_does_not_repeat_itself_is_no_fault_of_the_cache(device: Device) -> None:
+    with segue.PrimeGraph(_ready(RandomStep, device), BUCKET, device=device) as prime:
+        report = check_prime(prime, LENGTHS, steps=4)
+    assert report.ok, report.findings
+    assert any("steps same, then step() doesn't repeat itself" in row["greedy"] for row in report.rows)
+
+
+class NeverTheSame(RandomStep):
+    results = 1_000_000
+
+
+def test_a_step_that_no_copy_of_the_references_cache_repeats_is_found(device: Device) -> None:
+    found = _findings(_ready(NeverTheSame, device), device)
+    assert found and all("greedy step 1" in line and "own cache give 32 results, and not this one" in line for line in found), found
 
 
 class NoStep(dense.Dense):

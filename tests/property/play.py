@@ -92,6 +92,7 @@ class Bare:
             valid_rows=valid if self.case.rows else None,
             pool=self.pools[self.case.apart >> i & 1],
             device=self.device,
+            aux_streams=bool(self.case.aux >> i & 1),
         )
         kept: list[Tensor] = []
 

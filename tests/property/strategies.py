@@ -93,7 +93,8 @@ class Call:
 
 @dataclass(frozen=True)
 class BareCase:
-    """Bare captures, in this order, with replays after each. ``apart``: bits that put a bucket into a second pool."""
+    """Bare captures, in this order, with replays after each. ``apart``, ``aux``: bits that put a bucket into a second pool, and
+    on auxiliary streams."""
 
     program: Program
     buckets: tuple[int, ...]
@@ -104,6 +105,7 @@ class BareCase:
     weak: bool = True
     tail: str = "random"
     closes: bool = False
+    aux: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ def bare_cases(draw: st.DrawFn) -> BareCase:
         draw(st.booleans()),
         draw(st.sampled_from(("random", "zero", "nan"))),
         draw(st.booleans()),
+        draw(st.sampled_from((7, 0, 1, 2))),
     )
 
 

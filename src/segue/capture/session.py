@@ -39,8 +39,8 @@ class BreakableCapture:
         device: ``"emulator"`` or what ``torch.device`` takes; by default CUDA where there is one.
         valid_rows: how many rows are real in the forward being captured; by default all.
         name: what errors call this capture.
-        root: the function being captured; what segments read is looked for in what it reaches, so that errors can name it
-            and a parameter that is given other memory is noticed.
+        root: the function being captured, or its :class:`~segue.capture.places.Places`; what segments read is looked for in
+            what it reaches, so that errors can name it and a parameter that is given other memory is noticed.
         overlap: for who copies the results out before anything else replays. The device may run the first segment while the
             host still looks whether what the others read is where it was; an error leaves nothing but that segment's work.
         aux_streams: record on auxiliary streams too, where the device can: ops that don't need each other run beside each other.

@@ -108,7 +108,7 @@ class PrimeGraph:
         self._pattern = Pattern((), False)
         self._capture: BreakableCapture | None = None
         self._recorder = Recorder(
-            self._body, Prime(trunk, self.scratch), self.device, self.pool, self._stream, self.name
+            self._body, Prime(trunk, self.scratch, self._inputs), self.device, self.pool, self._stream, self.name
         )
         if not self.off:
             marked = self._recorder.warm()

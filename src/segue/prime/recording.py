@@ -16,6 +16,7 @@ from torch import Tensor
 from segue import _where
 from segue.capture import BreakableCapture, weak_ref_tensor
 from segue.capture.guards import one_capture
+from segue.capture.places import Places
 from segue.devices import Device, Pool
 from segue.errors import CaptureError, SegueError, UsageError
 from segue.prime.cuts import Pattern, marks, patterns, pinned, quickest
@@ -27,10 +28,10 @@ AtEnd = Callable[[Results], Callable[[], object]]
 
 
 class Prime:
-    """What a prime graph reads, by name, for errors about it."""
+    """What a prime graph reads, by name, for errors about it. ``inputs``: whatever holds what is filled before a run."""
 
-    def __init__(self, trunk: Trunk, scratch: Any) -> None:
-        self.trunk, self.scratch = trunk, scratch
+    def __init__(self, trunk: Trunk, scratch: Any, inputs: Any) -> None:
+        self.trunk, self.scratch, self.inputs = trunk, scratch, inputs
 
 
 class Recorder:
@@ -44,7 +45,8 @@ class Recorder:
     def __init__(
         self, run: Callable[[], Results], root: Prime, device: Device, pool: Pool, stream: Any, name: str
     ) -> None:
-        self._run, self._root, self._name = run, root, name
+        self._run, self._trunk, self._name = run, root.trunk, name
+        self._places = Places(root)
         self._device, self._pool, self._stream = device, pool, stream
         self.seconds = 0.0  # that the latest recording took
         self.measured: dict[Pattern, float] = {}  # seconds, where there was a choice and it was measured
@@ -56,7 +58,9 @@ class Recorder:
         with one_capture, self._pool.turn(), self._device.session(self._pool, self._stream), torch.inference_mode():
             marks.begin(None, ())
             self._run()
-            return marks.end()
+            marked = marks.end()
+        self._places.look_again()
+        return marked
 
     def best(self, cuts: Sequence[int] | None, aux_streams: bool | None, marked: int) -> tuple[Pattern, BreakableCapture]:
         """Record as pinned, or as is quickest, where the device can measure.
@@ -85,7 +89,12 @@ class Recorder:
             CaptureError: the forward can't be in a graph. UsageError: it met a break point.
         """
         capture = BreakableCapture(
-            pool=self._pool, stream=self._stream, name=self._name, root=self._root, overlap=True, aux_streams=pattern.aux_streams
+            pool=self._pool,
+            stream=self._stream,
+            name=self._name,
+            root=self._places,
+            overlap=True,
+            aux_streams=pattern.aux_streams,
         )
         start = time.perf_counter()
         with self._named_errors(), torch.inference_mode(), capture:
@@ -131,7 +140,7 @@ class Recorder:
 
     def _method(self, error: BaseException) -> str:
         """The trunk's method in which ``error`` was raised."""
-        codes = {code: name for name in ("reset", "forward", "head") if (code := _code(self._root.trunk, name)) is not None}
+        codes = {code: name for name in ("reset", "forward", "head") if (code := _code(self._trunk, name)) is not None}
         tb = error.__traceback__
         while tb is not None:
             if tb.tb_frame.f_code in codes:

@@ -119,7 +119,7 @@ class PrimeStrategy:
             self.trunk.reset(filling.scratch)
             return (self.trunk.forward(x, filling.offsets.cu_seqlens, filling.scratch),)
 
-        root = Prime(self.trunk, filling.scratch)
+        root = Prime(self.trunk, filling.scratch, (x, filling.offsets))
         recorder = Recorder(run, root, job.pool.device, job.pool, job.stream, filling.name)
         marked = recorder.warm()
         filling.offsets.check(filling.name)

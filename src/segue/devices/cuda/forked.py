@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from segue import _torch
-from segue.devices.aux_streams import AuxStreams, is_view
+from segue.devices.aux_streams import AuxStreams, kind_of
 from segue.devices.cuda.pool import CudaPool
 from segue.devices.cuda.recording import CudaRecording, CudaSegment
 from segue.errors import UnseenWorkError
@@ -17,7 +17,7 @@ class ForkedRecording(CudaRecording):
     """A stream capture that forks to auxiliary streams and joins them again.
 
     Between ops the capture stream is the current one, and kernels that no op tells of, such as triton's, go there. They are
-    noticed by the nodes that they add to the graph.
+    noticed, as that stream has then got further than its ops took it.
     """
 
     def __init__(self, pool: CudaPool, aux: list[torch.cuda.Stream], events: list[Any]) -> None:
@@ -25,8 +25,9 @@ class ForkedRecording(CudaRecording):
         try:
             capture = _torch.StreamCapture(self._device, events)
             streams = [torch.cuda.current_stream(), *aux]
+            self._origin = streams[0].cuda_stream
             self._enter = [_torch.current_setter(s) for s in streams]
-            self._count, self._nodes = capture.nodes, 0
+            self._reached, self._expected = capture.reached, capture.reached()
             self._aux: AuxStreams[Any] = AuxStreams(
                 len(aux), lambda s: capture.mark(streams[s]), lambda s, event: capture.wait(streams[s], event)
             )
@@ -35,10 +36,11 @@ class ForkedRecording(CudaRecording):
             raise
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_view(func):
+        kind = kind_of(func)
+        if kind.view:
             return super().run(func, args, kwargs)
         self._look()
-        stream = self._aux.enter(func, args, kwargs)
+        stream = self._aux.enter(kind, args, kwargs)
         if stream:
             self._enter[stream]()
             try:
@@ -47,8 +49,8 @@ class ForkedRecording(CudaRecording):
                 self._enter[0]()
         else:
             result = super().run(func, args, kwargs)
+            self._expected = self._reached()
         self._aux.leave(result)
-        self._nodes = self._count()
         return result
 
     def commit(self) -> CudaSegment:
@@ -57,7 +59,12 @@ class ForkedRecording(CudaRecording):
         return super().commit()
 
     def _look(self) -> None:
-        if self._count() == self._nodes:
+        if _torch.raw_stream(self._device) != self._origin:
+            raise UnseenWorkError(
+                "the forward makes another stream current, and a segment on auxiliary streams leaves them to segue. Record with "
+                "aux_streams=False."
+            )
+        if self._reached() == self._expected:
             return
         if not self._aux.joined:
             raise UnseenWorkError(

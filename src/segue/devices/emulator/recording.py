@@ -13,7 +13,7 @@ import torch
 from torch import Generator, Tensor
 
 from segue import _torch, _where
-from segue.devices.aux_streams import AuxStreams, is_view
+from segue.devices.aux_streams import AuxStreams, kind_of
 from segue.devices.emulator.guard import HostGuard, eager_compiled
 from segue.devices.emulator.pool import EmulatedPool
 from segue.devices.emulator.rules import MEND, Facts, check_arguments, facts, refusal
@@ -74,15 +74,15 @@ class EmulatedRecording:
                 for g in (*args, *kwargs.values()):
                     if isinstance(g, Generator):
                         self._save_generator(g)
-            stream = 0
-            if self._aux is not None and not is_view(func):
-                stream = self._aux.enter(func, args, kwargs)
+            kind, stream = kind_of(func), 0
+            if self._aux is not None and not kind.view:
+                stream = self._aux.enter(kind, args, kwargs)
             result = known.run(*args, **kwargs)
             if known.op == "lift_fresh":
                 self._literals[_torch.storage_key(result)] = result
                 return result
             mine = self._record(known, operands, args, kwargs, result, stream)
-            if self._aux is not None and not is_view(func):
+            if self._aux is not None and not kind.view:
                 self._aux.leave(mine)
             return mine
 

@@ -1,0 +1,283 @@
+"""Ops beside each other: what must wait waits, what needn't doesn't, and no block is used again too early."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.devices.conftest import Lab, Passing
+from torch import Tensor
+
+from segue import _torch
+from segue.devices import Device, aux_streams
+from segue.devices.aux_streams import AuxStreams, kind_of
+from segue.errors import UnseenWorkError
+
+N = 8
+
+
+class Branching(Lab):
+    """Records on auxiliary streams."""
+
+    def branch(self, part: Callable[[], Any]) -> Any:
+        """Record ``part`` and launch it. Returns its result."""
+        with self.pool.turn(), self.device.session(self.pool, self.device.default_stream()):
+            mode = Passing()
+            recording = mode.recording = self.device.begin(self.pool, aux_streams=True)
+            recording.reenter = mode
+            try:
+                with mode:
+                    out = part()
+            except BaseException:
+                recording.abort()
+                raise
+            self.segments.append(recording.commit())
+            self.segments[-1].launch()
+        return out
+
+
+@pytest.fixture
+def branching(device: Device) -> Any:
+    made = Branching(device)
+    with torch.inference_mode():
+        yield made
+    made.close()
+
+
+def matrices(lab: Lab, count: int, seed: int = 0) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(N, N, generator=draw).to(lab.device.torch_device) for _ in range(count)]
+
+
+def layer(x: Tensor, w: list[Tensor], cache: Tensor) -> Tensor:
+    """As a decoder's: keys and values need nothing of the queries; the cache is written, then read."""
+    q = (x @ w[0]).sin() * 2 + 1
+    k = ((x @ w[1]).cos() * 3 - 1).exp().tanh()
+    cache.copy_(x @ w[2])
+    y = (q @ k.t()).softmax(-1) @ cache
+    return x + (y @ w[3]).tanh() * (y @ w[4])
+
+
+def several(x: Tensor, w: list[Tensor], cache: Tensor) -> Tensor:
+    for _ in range(4):
+        x = layer(x, w, cache)
+    return x
+
+
+def test_a_layer_in_branches_computes_the_same_in_every_order(branching: Branching) -> None:
+    x, cache, *w = matrices(branching, 7)
+    y = branching.branch(lambda: several(x, w, cache))
+    for seed in range(6):
+        x.copy_(matrices(branching, 1, seed)[0])
+        apart = cache.clone()
+        want = several(x, w, apart)
+        cache.fill_(float("nan"))
+        branching.pool.poison()
+        branching.launch(branching.segments[0])
+        assert torch.equal(y, want) and torch.equal(cache, apart)
+
+
+@pytest.mark.parametrize("edge", ["follow", "hold", "floor", "readers"])
+def test_an_edge_that_is_missing_shows_on_the_emulator(monkeypatch: pytest.MonkeyPatch, edge: str) -> None:
+    """The two orders of the emulator's launches are there to find it."""
+    from segue.devices import resolve
+
+    if edge == "follow":
+        follow = AuxStreams._follow
+        skipped = iter([False] * 3 + [True] * 1000)
+        monkeypatch.setattr(AuxStreams, "_follow", lambda *a: None if a[1] == 0 and next(skipped) else follow(*a))
+    elif edge == "hold":
+        monkeypatch.setattr(AuxStreams, "_hold", lambda *a: None)
+    elif edge == "floor":
+        monkeypatch.setattr(AuxStreams, "_let_go", lambda self: (setattr(self, "joined", True), self._held.clear()))
+    else:
+        monkeypatch.setattr(aux_streams, "_kinds", {})
+        monkeypatch.setattr(_torch, "written_arguments", lambda func: ((), ()))
+    lab = Branching(resolve("emulator"))
+    with torch.inference_mode():
+        assert _wrong(lab), f"nothing differs without {edge}"
+    lab.close()
+
+
+def _wrong(lab: Branching) -> bool:
+    """Whether any of some random programs replays as it shouldn't."""
+    for seed in range(40):
+        program = _random_program(seed)
+        inputs = matrices(lab, 3, seed)
+        apart = [t.clone() for t in inputs]
+        want = program(*apart)
+        got = lab.branch(lambda program=program, inputs=inputs: program(*inputs))
+        for again in range(2):
+            for t, fresh in zip(inputs, matrices(lab, 3, seed), strict=True):
+                t.copy_(fresh)
+            lab.pool.poison()
+            lab.launch(lab.segments[-1])
+            if not torch.equal(got, want) or not all(map(torch.equal, inputs, apart)):
+                return True
+    return False
+
+
+def _random_program(seed: int) -> Callable[..., Tensor]:
+    """Products, chains, in-place writes and views over what is alive; most of it dies soon."""
+
+    def run(*inputs: Tensor) -> Tensor:
+        draw = random.Random(seed)
+        alive = list(inputs)
+        for _ in range(40):
+            a, b = draw.choice(alive), draw.choice(alive)
+            what = draw.randrange(8)
+            if what < 3:
+                new = (a @ b).tanh()
+            elif what == 3:
+                new = a.sin() + b
+            elif what == 4:
+                new = torch.cat([a[: N // 2], b[N // 2 :]])
+            elif what == 5:
+                draw.choice(alive).copy_((a @ b).cos())
+                continue
+            elif what == 6:
+                draw.choice(alive)[: N // 2].mul_(0.5)
+                continue
+            else:
+                new = a.t().contiguous() - b
+            alive.append(new)
+            if len(alive) > 6:
+                alive.pop(draw.randrange(3, len(alive) - 1))
+        return torch.stack(alive).sum(0)
+
+    return run
+
+
+def test_random_programs_replay_as_they_ran(branching: Branching) -> None:
+    assert not _wrong(branching)
+
+
+class Log:
+    """What is asked of a device: events are numbers of ops."""
+
+    def __init__(self) -> None:
+        self.counts, self.waits = [0] * 3, [[], [], []]  # type: ignore[var-annotated]
+        self.aux = AuxStreams(2, lambda s: (s, self.counts[s]), lambda s, mark: self.waits[s].append(mark))
+
+    def run(self, func: Any, *args: Any) -> tuple[Tensor, int, list[tuple[int, int]]]:
+        """The op's result, its stream, and what that stream was told to wait for before it."""
+        stream = self.aux.enter(kind_of(func), args, {})
+        result = func(*args)
+        self.aux.leave(result)
+        self.counts[stream] += 1
+        waited, self.waits[stream] = self.waits[stream], []
+        return result, stream, waited
+
+
+_mm, _sin, _add = torch.ops.aten.mm.default, torch.ops.aten.sin.default, torch.ops.aten.add.Tensor
+
+
+def test_products_of_one_operand_start_beside_each_other_and_meet_where_both_are_needed() -> None:
+    log = Log()
+    x, w = torch.randn(N, N), torch.randn(N, N)
+    h, *at = log.run(_sin, x)
+    assert at == [0, []]
+    q, *at = log.run(_mm, h, w)
+    assert at == [0, []]
+    q, *at = log.run(_sin, q)
+    k, *at = log.run(_mm, h, w)
+    assert at == [1, [(0, 1)]]  # it waits for h, and not for the queries
+    k, *at = log.run(_sin, k)
+    assert at == [1, []]
+    v, *at = log.run(_mm, h, w)
+    assert at == [2, [(0, 1)]]
+    _, *at = log.run(_mm, h, w)
+    assert at == [0, []]  # no stream is idle
+    assert not log.aux.joined
+    _, *at = log.run(_add, k, v)
+    assert at == [0, [(1, 2), (2, 1)]] and log.aux.joined
+
+
+def test_what_is_no_op_of_torchs_own_runs_alone() -> None:
+    with torch.library._scoped_library("segue_aux", "DEF") as lib:
+        lib.define("mystery(Tensor x) -> Tensor")
+        lib.impl("mystery", lambda x: x.clone(), "CPU")
+        log = Log()
+        x, w = torch.randn(N, N), torch.randn(N, N)
+        h = log.run(_sin, x)[0]
+        log.run(_sin, log.run(_mm, h, w)[0])
+        k, stream, _ = log.run(_mm, h, w)
+        assert stream == 1
+        _, *at = log.run(torch.ops.segue_aux.mystery.default, h)
+        assert at == [0, [(1, 1)]]
+        log.run(_sin, h)
+        _, *at = log.run(_mm, k, w)  # of stream 1, but after whatever the mystery wrote
+        assert at[0] in (1, 2) and at[1] and at[1][0] >= (0, 4)
+
+
+def test_memory_from_outside_that_overlaps_counts_as_one() -> None:
+    log = Log()
+    x, w = torch.randn(N, N), torch.randn(N, N)
+    base = torch.zeros(2 * N, N)
+    address, nbytes = _torch.storage_span(base)
+    half = _torch.tensor_at(address + nbytes // 2, nbytes // 2, base.dtype, (N, N), (N, 1), 0, base.device)
+    log.run(_sin, log.run(_mm, x, w)[0])
+    k, stream, _ = log.run(_mm, x, w)
+    assert stream == 1
+    log.run(torch.ops.aten.copy_.default, base[:N], k)
+    _, stream, waited = log.run(_add, half, x)
+    assert stream == 1 or waited, "it reads what was written through another tensor"
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True)
+def test_kernels_that_no_op_tells_of_are_ordered_or_refused(branching: Branching) -> None:
+    x, w, out = matrices(branching, 3)
+
+    def hidden(t: Tensor) -> None:
+        with _torch.dispatch_modes_off():
+            t.add_(1)
+
+    def joined() -> Tensor:
+        h = x.sin()
+        q = (h @ w).sin()
+        buffer = torch.empty_like(h)
+        k = h @ w
+        y = q + k
+        hidden(y)
+        z = (y @ w).cos()
+        buffer.copy_(y @ w)
+        return z + buffer
+
+    got = branching.branch(joined)
+    for seed in range(3):
+        x.copy_(matrices(branching, 1, seed)[0])
+        want = ((y := (x.sin() @ w).sin() + x.sin() @ w + 1) @ w).cos() + y @ w
+        branching.pool.poison()
+        branching.launch(branching.segments[-1])
+        assert torch.equal(got, want)
+
+    def beside() -> None:
+        h = x.sin()
+        q = (h @ w).sin()
+        k = h @ w
+        hidden(out)
+        out.copy_(q + k)
+
+    with pytest.raises(UnseenWorkError, match="a kernel that no op tells of"):
+        branching.branch(beside)
+    assert torch.equal(branching.branch(lambda: x + 1), x + 1)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True)
+def test_a_forward_with_streams_of_its_own_is_refused(branching: Branching) -> None:
+    x, w = matrices(branching, 2)
+    side = torch.cuda.Stream()
+
+    def forks() -> Tensor:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x @ w
+        torch.cuda.current_stream().wait_stream(side)
+        return y
+
+    with pytest.raises(UnseenWorkError, match="another stream current"):
+        branching.branch(forks)
+    assert torch.equal(branching.branch(lambda: x + 1), x + 1)
