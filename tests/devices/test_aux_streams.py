@@ -110,7 +110,7 @@ def _wrong(lab: Branching) -> bool:
         apart = [t.clone() for t in inputs]
         want = program(*apart)
         got = lab.branch(lambda program=program, inputs=inputs: program(*inputs))
-        for again in range(2):
+        for _ in range(2):
             for t, fresh in zip(inputs, matrices(lab, 3, seed), strict=True):
                 t.copy_(fresh)
             lab.pool.poison()

@@ -178,12 +178,13 @@ class _Gate:
                     return self._verdict(here, [(_at(f"greedy step {i + 1}", r, batch), what)])
                 with torch.inference_mode():
                     a, b = self.step(mine, sessions[r]), self.step(theirs, other)
-                if (what := difference(a, b)) is not None:
+                if (differs := difference(a, b)) is not None:
                     others = self._outcomes(r, n, want, given)
                     if any(torch.equal(a, other) for other in others):
                         return f"{i} steps {_SAME}, then step() doesn't repeat itself"
-                    what += f"; {_COPIES} copies of the reference's own cache give {len(others)} results, and not this one"
-                    return self._verdict(here, [(_at(f"logits after greedy step {i + 1}", r, batch), what)])
+                    copies = f"{_COPIES} copies of the reference's own cache give {len(others)} results, and not this one"
+                    name = _at(f"logits after greedy step {i + 1}", r, batch)
+                    return self._verdict(here, [(name, f"{differs}; {copies}")])
         return f"{self.steps} steps {_SAME}"
 
     def _outcomes(self, r: int, n: int, want: Reference, given: Sequence[Tensor]) -> list[Tensor]:

@@ -124,10 +124,12 @@ class AuxStreams(Generic[Token]):
             for r in result:
                 self.leave(r)
 
-    def join(self) -> None:
-        """Stream 0 waits for all others."""
-        for s in self._others:
-            self._follow(0, s, self._tail[s])
+    def end(self) -> None:
+        """Stream 0 waits for all others, and nothing is held any more."""
+        self._join()
+        self._held.clear()
+        self._kept.clear()
+        self._now = 0, ()
 
     def unseen(self) -> None:
         """Something ran on stream 0 that no op told of, while all were joined: it comes after all that was before, and before
@@ -136,13 +138,17 @@ class AuxStreams(Generic[Token]):
         self._floor = [self._tail[0]] * len(self._tail)
 
     def _alone(self, operands: dict[int, Tensor]) -> int:
-        self.join()
+        self._join()
         self.unseen()
         for name, t in operands.items():
             if self._home.get(name):
                 self._hold(self._home[name], t)
         self._now = 0, operands
         return 0
+
+    def _join(self) -> None:
+        for s in self._others:
+            self._follow(0, s, self._tail[s])
 
     def _placed(self, product: bool, operands: Collection[int], written: Collection[int]) -> int:
         """The stream for an op, after all that it needs."""

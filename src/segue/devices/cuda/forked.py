@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -55,8 +56,13 @@ class ForkedRecording(CudaRecording):
 
     def commit(self) -> CudaSegment:
         self._look()
-        self._aux.join()
+        self._aux.end()
         return super().commit()
+
+    def abort(self) -> None:
+        with contextlib.suppress(Exception):
+            self._aux.end()
+        super().abort()
 
     def _look(self) -> None:
         if _torch.raw_stream(self._device) != self._origin:
@@ -64,11 +70,12 @@ class ForkedRecording(CudaRecording):
                 "the forward makes another stream current, and a segment on auxiliary streams leaves them to segue. Record with "
                 "aux_streams=False."
             )
-        if self._reached() == self._expected:
+        if (reached := self._reached()) == self._expected:
             return
         if not self._aux.joined:
             raise UnseenWorkError(
                 "a kernel that no op tells of (a triton kernel, compiled code) ran beside ops on auxiliary streams, and nobody "
                 "knows what it reads. Record with aux_streams=False, or wrap it with torch.library."
             )
+        self._expected = reached
         self._aux.unseen()

@@ -148,6 +148,8 @@ class EmulatedRecording:
 
     def _leave(self) -> None:
         self._open = False
+        if self._aux is not None:
+            self._aux.end()
         self._pool.recording = False
         self._guard.leave()
         self._stance.__exit__(None, None, None)
