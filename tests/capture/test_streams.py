@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor
@@ -60,6 +62,22 @@ def test_a_side_stream_that_is_not_joined_before_a_break_is_refused_by_name(cuda
         out = x * 3
     again.replay()
     assert out[0].item() == 3
+
+
+def test_events_of_a_capture_that_failed_leave_nothing_for_a_collection_to_trip_over(cuda: Device) -> None:
+    """A weak reference to a torch event dangles once that is gone, and the collection that meets it crashes the process."""
+    x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    failures = []
+    for _ in range(10):
+        with pytest.raises(ValueError, match="on purpose") as failed, segue.BreakableCapture(pool=cuda.new_pool()):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                x * 2
+            raise ValueError("on purpose")
+        failures.append(failed.value)
+    del failed
+    failures.clear()
+    gc.collect()
 
 
 def test_waiting_for_a_stream_that_is_not_captured_is_honoured_at_capture_and_replay(cuda: Device) -> None:

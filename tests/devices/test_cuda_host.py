@@ -26,6 +26,21 @@ class Graph:
         self.state[0] += self.draws
 
 
+def test_of_the_events_a_segment_recorded_those_count_that_somebody_still_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told without weak references, which torch leaves dangling when an event dies."""
+
+    class Event:
+        __slots__ = ()  # no weak reference to it can be made
+
+    monkeypatch.setattr(_torch, "stream_is_capturing", lambda stream: True)
+    seen, kept, inside = Seen(), Event(), [Event()]
+    for event in (kept, inside[0], Event()):
+        seen.on_record(event, "the capture stream")
+    del event
+    assert seen.records == [kept, *inside]
+    assert not seen.on_wait(kept, "the capture stream"), "it waits inside the graph"
+
+
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, bool], list[str]]:
     """How three launches of a segment are made: by torch, or plainly."""

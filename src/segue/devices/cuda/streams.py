@@ -8,8 +8,8 @@ break, and the graph's edges are drawn again around each launch.
 
 from __future__ import annotations
 
+import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,32 +20,41 @@ from segue import _torch
 
 
 class Seen:
-    """What one segment or break did with events and streams."""
+    """What one segment or break did with events and streams.
+
+    It holds the events: torch before 2.13 leaves a weak reference to one dangling when that dies (pytorch#183403), and the next
+    garbage collection crashes.
+    """
 
     def __init__(self) -> None:
-        self.recorded: weakref.WeakSet[Any] = weakref.WeakSet()  # events recorded on a stream under capture
-        self.foreign: weakref.WeakKeyDictionary[Any, torch.cuda.Stream] = weakref.WeakKeyDictionary()  # on any other stream
+        self.recorded: dict[int, Any] = {}  # events recorded on a stream under capture, by identity
+        self.foreign: dict[int, tuple[Any, torch.cuda.Stream]] = {}  # on any other stream
         self.waits: list[Callable[[], None]] = []  # to be done before each launch
         self.entered: dict[int, torch.cuda.Stream] = {}  # streams made current, by handle
 
     def on_record(self, event: Any, stream: Any) -> None:
         if _capturing(stream):
-            self.recorded.add(event)
+            self.recorded[id(event)] = event
         else:
-            self.foreign[event] = stream
+            self.foreign[id(event)] = event, stream
 
     def on_wait(self, event: Any, stream: Any) -> bool:
         """Whether this wait was put off until the launch."""
-        if event in self.recorded or not _capturing(stream):
+        if id(event) in self.recorded or not _capturing(stream):
             return False
-        source = self.foreign.get(event)
-        self.waits.append(_wait_for_stream(source) if source is not None else _wait_for_event(event))
+        source = self.foreign.get(id(event))
+        self.waits.append(_wait_for_stream(source[1]) if source is not None else _wait_for_event(event))
         return True
 
     @property
     def records(self) -> list[Any]:
-        """Events that somebody still holds: to be recorded again after each launch, for who waits outside the graph."""
-        return list(self.recorded)
+        """Events that somebody else still holds: to be recorded again after each launch, for who waits outside the graph."""
+        return [event for event, count in _counted(self.recorded) if count > _counted({0: object()})[0][1]]
+
+
+def _counted(held: dict[int, Any]) -> list[tuple[Any, int]]:
+    """Each object with how many references there are to it."""
+    return [(held[key], sys.getrefcount(held[key])) for key in held]
 
 
 class _Observer(threading.local):
