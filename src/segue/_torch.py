@@ -318,14 +318,16 @@ class StreamCapture:
 
     def __init__(self, device: int, events: list[Any]) -> None:
         self._runtime = runtime = _cuda_runtime()
-        self._events, self._used = events, 0
+        self._events, self._used, self._fine = events, 0, runtime.cudaError_t.cudaSuccess
         self._origin = runtime.cudaStream_t(raw_stream(device))
 
-    def reached(self) -> list[int]:
-        """The nodes that the next one on the stream it began on comes after."""
-        error, *_, nodes, _, _ = self._runtime.cudaStreamGetCaptureInfo(self._origin)
-        self._see(error)
-        return list(map(int, nodes))
+    def reached(self) -> tuple[int, int]:
+        """What tells one point of the stream it began on from another: of the nodes that come last there, how many there are,
+        and the first."""
+        found = self._runtime.cudaStreamGetCaptureInfo(self._origin)
+        self._see(found[0])
+        nodes = found[-3]
+        return (len(nodes), int(nodes[0])) if nodes else (0, 0)
 
     def mark(self, stream: torch.cuda.Stream) -> Any:
         """An event at the point that ``stream`` has reached."""
@@ -344,7 +346,7 @@ class StreamCapture:
         self._see(*self._runtime.cudaStreamWaitEvent(self._runtime.cudaStream_t(stream.cuda_stream), event, 0))
 
     def _see(self, error: Any) -> None:
-        if int(error) != 0:
+        if error is not self._fine:
             self._runtime.cudaGetLastError()
             raise RuntimeError(f"CUDA error: {getattr(error, 'name', error)}, when the streams of a capture were ordered")
 

@@ -213,6 +213,24 @@ def test_what_is_no_op_of_torchs_own_runs_alone() -> None:
         assert at[0] in (1, 2) and at[1] and at[1][0] >= (0, 4)
 
 
+def test_random_numbers_are_drawn_in_the_order_of_the_calls(branching: Branching) -> None:
+    x, w = matrices(branching, 2)
+
+    def draws() -> Tensor:
+        h = x.sin()
+        a = torch.rand_like(h @ w)
+        b = torch.rand_like(h @ w)
+        return a - 2 * b
+
+    got = branching.branch(draws)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        want = draws()
+        torch.manual_seed(seed)
+        branching.launch(branching.segments[0])
+        assert torch.equal(got, want)
+
+
 def test_memory_from_outside_that_overlaps_counts_as_one() -> None:
     log = Log()
     x, w = torch.randn(N, N), torch.randn(N, N)

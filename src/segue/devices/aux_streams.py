@@ -7,7 +7,7 @@ other exactly where memory passes between them. TensorRT's engines use auxiliary
 
 Two things make that safe with an allocator that reuses a block at once, in the order of the stream it was taken on. What one
 stream allocated and another used is held until stream 0 has waited for all of them, and before the first one uses the block
-again it waits for stream 0. What can't be seen through, an op that isn't torch's own, runs alone.
+again it waits for stream 0. What can't be seen through, an op that isn't torch's own or that draws random numbers, runs alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Kind:
     """What there is to know of an op ahead of its calls.
 
     ``func``: held, so that its id stays its own. ``view``: it launches nothing, and runs on no stream. ``alone``: it may use
-    memory that no operand shows. ``writes``: the arguments that it writes, by position and by name.
+    what no operand shows. ``writes``: the arguments that it writes, by position and by name.
     """
 
     func: Any
@@ -259,6 +259,7 @@ def _learn(func: Any) -> Kind:
     aliases = bool(returns) and all(r.alias_info is not None for r in returns) and not writes[0]
     # A composite op that may give a view may as well copy (reshape, contiguous).
     view = aliases and namespace in _OWN and not _torch.has_kernel(name, "CompositeImplicitAutograd")
-    alone = namespace not in _OWN or op == "set_"
+    draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())  # from a generator, in the order of the calls
+    alone = namespace not in _OWN or op == "set_" or draws
     kind = _kinds[id(func)] = Kind(func, view, op in _PRODUCTS, alone, writes)
     return kind

@@ -18,7 +18,7 @@ from segue.capture import BreakableCapture, weak_ref_tensor
 from segue.capture.guards import one_capture
 from segue.capture.places import Places
 from segue.devices import Device, Pool
-from segue.errors import CaptureError, SegueError, UsageError
+from segue.errors import CaptureError, SegueError, UnseenWorkError, UsageError
 from segue.prime.cuts import Pattern, marks, patterns, pinned, quickest
 from segue.prime.trunk import Trunk
 
@@ -121,6 +121,8 @@ class Recorder:
     def _named_errors(self) -> Iterator[None]:
         try:
             yield
+        except UnseenWorkError as e:
+            raise UnseenWorkError(f"{self._name}: {e}") from e
         except SegueError as e:
             if type(e) is not CaptureError or "into a break" not in str(e):
                 raise

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from segue import _torch
+from segue import _torch, _where
 from segue.devices.aux_streams import AuxStreams, kind_of
 from segue.devices.cuda.pool import CudaPool
 from segue.devices.cuda.recording import CudaRecording, CudaSegment
@@ -67,15 +67,15 @@ class ForkedRecording(CudaRecording):
     def _look(self) -> None:
         if _torch.raw_stream(self._device) != self._origin:
             raise UnseenWorkError(
-                "the forward makes another stream current, and a segment on auxiliary streams leaves them to segue. Record with "
-                "aux_streams=False."
+                f"at {_where.caller()} the forward has made another stream current, and a segment on auxiliary streams leaves "
+                "them to segue. Record with aux_streams=False."
             )
         if (reached := self._reached()) == self._expected:
             return
         if not self._aux.joined:
             raise UnseenWorkError(
-                "a kernel that no op tells of (a triton kernel, compiled code) ran beside ops on auxiliary streams, and nobody "
-                "knows what it reads. Record with aux_streams=False, or wrap it with torch.library."
+                f"before {_where.caller()} a kernel that no op tells of (a triton kernel, compiled code) ran beside ops on "
+                "auxiliary streams, and nobody knows what it reads. Record with aux_streams=False, or wrap it with torch.library."
             )
         self._expected = reached
         self._aux.unseen()
