@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -84,6 +85,24 @@ def test_a_forward_with_kernels_that_nobody_sees_is_recorded_on_one_stream(monke
     assert best == Pattern((), False) and len(seconds) == 2
     with pytest.raises(UnseenWorkError, match="a triton kernel"):
         cuts.quickest([()], [True], record, device=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_devices_each_have_auxiliary_streams_of_their_own(hybrid: ModuleType) -> None:
+    made = []
+    for index in (0, 1):
+        trunk = hybrid.build(f"cuda:{index}")
+        made.append((trunk, segue.PrimeGraph(trunk, 32, cuts=[1], aux_streams=True, device=f"cuda:{index}")))
+    for current in (0, 1):
+        with torch.cuda.device(current):
+            for trunk, prime in made:
+                want = prime.reference(prompt(20, prime.device)).logits
+                prime.pool.poison()
+                assert torch.equal(prime.run(prompt(20, prime.device), trunk.new_cache(32)).logits, want)
+                assert torch.cuda.current_device() == current
+    for _, prime in made:
+        prime.close()
 
 
 def test_a_mark_outside_a_prime_capture_does_nothing(device: Device) -> None:
