@@ -84,7 +84,8 @@ class AuxStreams(Generic[Token]):
         self._held: dict[int, tuple[int, Tensor]] = {}  # with its home, until all are joined; by identity, as is the next
         self._kept: dict[int, Tensor] = {}  # what was made elsewhere, to the end of the segment
         self._outside: list[tuple[int, int, int]] = []  # start, end and name of memory made elsewhere, sorted
-        self._now: tuple[int, Collection[int]] = 0, ()  # stream and operands of the op that was entered last
+        # Of the op that was entered last: its stream, its operands, and whether it did more than give a result.
+        self._now: tuple[int, Collection[int], bool] = 0, (), True
         self._set_mark(0)
 
     def enter(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -108,28 +109,22 @@ class AuxStreams(Generic[Token]):
                 self._hold(home.get(name), t)
         for name in written:
             self._writer[name] = stream, now
-        self._now = stream, operands
+        self._now = stream, operands, bool(written)
         return stream
 
     def leave(self, result: Any) -> None:
         """What the op that was entered last gave."""
-        if isinstance(result, Tensor):
-            stream, operands = self._now
-            address = _torch.address(result)
-            if address and address not in operands and self._names.get(address) not in operands:
-                self._names[address] = address
-                self._writer[address] = stream, self._tail[stream]
-                self._home[address] = stream
-        elif isinstance(result, list | tuple):
-            for r in result:
-                self.leave(r)
+        stream, operands, acted = self._now
+        if not self._note(result, stream, operands) and not acted:  # a composite op that had nothing to copy
+            self._tail[stream] -= 1
+            self.joined = self.joined or self._is_joined()
 
     def end(self) -> None:
         """Stream 0 waits for all others, and nothing is held any more."""
         self._join()
         self._held.clear()
         self._kept.clear()
-        self._now = 0, ()
+        self._now = 0, (), True
 
     def unseen(self) -> None:
         """Something ran on stream 0 that no op told of, while all were joined: it comes after all that was before, and before
@@ -143,8 +138,25 @@ class AuxStreams(Generic[Token]):
         for name, t in operands.items():
             if self._home.get(name):
                 self._hold(self._home[name], t)
-        self._now = 0, operands
+        self._now = 0, operands, True
         return 0
+
+    def _note(self, result: Any, stream: int, operands: Collection[int]) -> bool:
+        """Memory that is new in a result. Returns whether there is any, or no result at all."""
+        if isinstance(result, Tensor):
+            address = _torch.address(result)
+            if not address or address in operands or self._names.get(address) in operands:
+                return False
+            self._names[address] = address
+            self._writer[address] = stream, self._tail[stream]
+            self._home[address] = stream
+            return True
+        if isinstance(result, list | tuple):
+            return any([self._note(r, stream, operands) for r in result])
+        return True
+
+    def _is_joined(self) -> bool:
+        return all(self._after[0][s] >= self._tail[s] for s in self._others)
 
     def _join(self) -> None:
         for s in self._others:
@@ -192,7 +204,7 @@ class AuxStreams(Generic[Token]):
         for s in self._all:
             mine[s] = max(mine[s], mark.after[s])
         mine[other] = max(mine[other], mark.at)
-        if not stream and all(mine[s] >= self._tail[s] for s in self._others):
+        if not stream and self._is_joined():
             self._let_go()
 
     def _set_mark(self, stream: int) -> _Mark[Token]:
