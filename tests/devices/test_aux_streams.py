@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from tests.devices.conftest import Lab, Passing
 from torch import Tensor
+from torch.nn import functional
 
 from segue import _torch
 from segue.devices import Device, aux_streams
@@ -213,6 +215,65 @@ def test_what_is_no_op_of_torchs_own_runs_alone() -> None:
         assert at[0] in (1, 2) and at[1] and at[1][0] >= (0, 4)
 
 
+def _running_stats(x: Tensor, w: Tensor, mean: Tensor) -> tuple[Tensor, ...]:
+    """Batch norm writes them, which its schema doesn't say."""
+    h = x.sin()
+    q = (h @ w).tanh()
+    k = functional.batch_norm(h @ w, mean[0], mean[1].abs(), training=True)
+    return mean * 2 + q, k
+
+
+def _other_storage(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """A tensor that another stream reads is given other memory by no op: its block is free at once."""
+    h = x.sin()
+    q = (h @ w).tanh()
+    k = h @ v
+    m = k.sin()
+    u = k @ w
+    k.data = q
+    return u, m @ v + q
+
+
+def _nothing_to_join(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """An op that waits for all, and runs nothing."""
+    h = x.sin()
+    q = (h @ w).tanh()
+    k = h @ v
+    m = k.sin()
+    g = x.cos().sin()
+    u = k @ g
+    del k
+    torch.cat([m[:0], u[:0]])
+    return u, x @ v + q + g
+
+
+def _fails_to_join(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    h = x.sin()
+    q = (h @ w).tanh()
+    k = h @ v
+    m = k.sin()
+    u = k @ w
+    del k
+    with contextlib.suppress(RuntimeError):
+        torch.cat([m, u[:, :3]])
+    return u, x @ v + q
+
+
+@pytest.mark.parametrize("program", [_running_stats, _other_storage, _nothing_to_join, _fails_to_join])
+def test_what_no_operand_shows_is_ordered_too(branching: Branching, program: Callable[..., tuple[Tensor, ...]]) -> None:
+    inputs = matrices(branching, 3)
+    before = [t.clone() for t in inputs]
+    got = branching.branch(lambda: program(*inputs))
+    for _ in range(4):
+        apart = [t.clone() for t in before]
+        want = program(*apart)
+        for t, first in zip(inputs, before, strict=True):
+            t.copy_(first)
+        branching.pool.poison()
+        branching.launch(branching.segments[0])
+        assert all(map(torch.equal, got, want)) and all(map(torch.equal, inputs, apart))
+
+
 def test_random_numbers_are_drawn_in_the_order_of_the_calls(branching: Branching) -> None:
     x, w = matrices(branching, 2)
 
@@ -231,18 +292,31 @@ def test_random_numbers_are_drawn_in_the_order_of_the_calls(branching: Branching
         assert torch.equal(got, want)
 
 
-def test_memory_from_outside_that_overlaps_counts_as_one() -> None:
+@pytest.mark.parametrize(
+    ("first", "written", "read"),
+    [([], 0, 1), ([2, 1], 0, 1), ([2, 3], 4, 3)],
+    ids=["the whole, then a half", "two parts, then what both are in", "two parts, then what lies across them"],
+)
+def test_memory_from_outside_that_overlaps_counts_as_one(first: list[int], written: int, read: int) -> None:
     log = Log()
-    x, w = torch.randn(N, N), torch.randn(N, N)
-    base = torch.zeros(2 * N, N)
-    address, nbytes = _torch.storage_span(base)
-    half = _torch.tensor_at(address + nbytes // 2, nbytes // 2, base.dtype, (N, N), (N, 1), 0, base.device)
-    log.run(_sin, log.run(_mm, x, w)[0])
-    k, stream, _ = log.run(_mm, x, w)
+    x, w, base = torch.randn(N, N), torch.randn(N, N), torch.zeros(3 * N, N)
+    address, row = base.data_ptr(), N * base.element_size()
+
+    def rows(start: int, count: int) -> Tensor:
+        """A storage of its own over some rows of ``base``."""
+        return _torch.tensor_at(address + start * row, count * row, base.dtype, (count, N), (N, 1), 0, base.device)
+
+    parts = [base, rows(2 * N, N), rows(0, N), rows(2 * N - 2, N + 2), rows(N // 2, 2 * N)]
+    for i in first:
+        log.run(_sin, parts[i])
+    h = log.run(_sin, x)[0]
+    log.run(_sin, log.run(_mm, h, w)[0])
+    k, stream, _ = log.run(_mm, h, w)
     assert stream == 1
-    log.run(torch.ops.aten.copy_.default, base[:N], k)
-    _, stream, waited = log.run(_add, half, x)
-    assert stream == 1 or waited, "it reads what was written through another tensor"
+    target = parts[written]
+    _, writer, _ = log.run(torch.ops.aten.copy_.default, target[-N:], k)
+    _, reader, waited = log.run(_sin, parts[read])
+    assert reader == writer or waited, "it reads what was written through another tensor"
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True)

@@ -27,6 +27,9 @@ COUNT = 2  # auxiliary streams that a device has: a layer's keys and values besi
 _MARKS = 16  # per stream; an older one is hardly ever the nearest
 _PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "_scaled_mm", "_grouped_mm"}
 _OWN = {"aten", "prims"}
+_RE_STORES = {"set_", "resize_", "resize_as_", "_resize_output_"}  # they let go of a block that others may be using
+# Their schemas don't say that they write running statistics.
+_WRITES_UNSAID = {"batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "_batch_norm_impl_index"}
 
 Token = TypeVar("Token")
 
@@ -76,14 +79,12 @@ class AuxStreams(Generic[Token]):
         self._after = [[0] * (count + 1), *([-1] + [0] * count for _ in range(count))]
         self._floor = [0] * (count + 1)  # ops of stream 0 that come before whatever an auxiliary stream is given
         self._marks: list[deque[_Mark[Token]]] = [deque(maxlen=_MARKS) for _ in self._all]
-        # Memory goes by its first address. An auxiliary stream's block stays with that stream, whoever owns it.
-        self._names: dict[int, int] = {}  # the same, but for memory from outside that overlaps: that has one name
+        # Memory that this segment's ops made goes by its first address, other memory by the name that it has outside.
         self._writer: dict[int, tuple[int, int]] = {}  # the stream that wrote it last, and number of the op on that stream
         self._readers: list[dict[int, int]] = [{} for _ in self._all]  # of each stream, the op that used it last
-        self._home: dict[int, int] = {}  # the stream that allocated it
-        self._held: dict[int, tuple[int, Tensor]] = {}  # with its home, until all are joined; by identity, as is the next
-        self._kept: dict[int, Tensor] = {}  # what was made elsewhere, to the end of the segment
-        self._outside: list[tuple[int, int, int]] = []  # start, end and name of memory made elsewhere, sorted
+        self._home: dict[int, int] = {}  # the stream that allocated it; the block stays with that, whoever owns it later
+        self._outside = _Outside()
+        self._held: dict[int, tuple[int, Any]] = {}  # storages with their homes, by identity, until all streams are joined
         # Of the op that was entered last: its stream, its operands, and whether it did more than give a result.
         self._now: tuple[int, Collection[int], bool] = 0, (), True
         self._set_mark(0)
@@ -94,7 +95,7 @@ class AuxStreams(Generic[Token]):
         known = self._collect(args, operands)
         if kwargs:
             known = self._collect(kwargs.values(), operands) and known
-        if kind.alone or not known:
+        if kind.alone or not known or self._outside.met:
             return self._alone(operands)
         written = self._written(kind, args, kwargs) if kind.writes[0] else ()
         # While all are joined, stream 0 has to wait for nothing.
@@ -105,8 +106,8 @@ class AuxStreams(Generic[Token]):
         home, read = self._home, self._readers[stream]
         for name, t in operands.items():
             read[name] = now
-            if home.get(name) != stream:
-                self._hold(home.get(name), t)
+            if home.get(name, stream) != stream:
+                self._hold(name, t)
         for name in written:
             self._writer[name] = stream, now
         self._now = stream, operands, bool(written)
@@ -123,7 +124,7 @@ class AuxStreams(Generic[Token]):
         """Stream 0 waits for all others, and nothing is held any more."""
         self._join()
         self._held.clear()
-        self._kept.clear()
+        self._outside = _Outside()
         self._now = 0, (), True
 
     def unseen(self) -> None:
@@ -135,9 +136,10 @@ class AuxStreams(Generic[Token]):
     def _alone(self, operands: dict[int, Tensor]) -> int:
         self._join()
         self.unseen()
+        self._outside.met = False
         for name, t in operands.items():
-            if self._home.get(name):
-                self._hold(self._home[name], t)
+            if self._home.get(name, 0):
+                self._hold(name, t)
         self._now = 0, operands, True
         return 0
 
@@ -145,9 +147,10 @@ class AuxStreams(Generic[Token]):
         """Memory that is new in a result. Returns whether there is any, or no result at all."""
         if isinstance(result, Tensor):
             address = _torch.address(result)
-            if not address or address in operands or self._names.get(address) in operands:
+            if not address or address in operands:
                 return False
-            self._names[address] = address
+            if address not in self._home and self._outside.known(result):
+                return False
             self._writer[address] = stream, self._tail[stream]
             self._home[address] = stream
             return True
@@ -209,15 +212,14 @@ class AuxStreams(Generic[Token]):
 
     def _set_mark(self, stream: int) -> _Mark[Token]:
         marks, at = self._marks[stream], self._tail[stream]
-        if not marks or marks[-1].at != at:
-            marks.append(_Mark(at, self._mark(stream), tuple(self._after[stream])))
+        after = tuple(self._after[stream])
+        if not marks or marks[-1].at != at or marks[-1].after != after:  # it may have waited since, and run nothing
+            marks.append(_Mark(at, self._mark(stream), after))
         return marks[-1]
 
-    def _hold(self, home: int | None, t: Tensor) -> None:
-        if home is None:
-            self._kept[id(t)] = t
-        else:
-            self._held[id(t)] = home, t
+    def _hold(self, name: int, t: Tensor) -> None:
+        """The storage, for a tensor may be given another (``t.data = ...``)."""
+        self._held[_torch.storage_key(t)] = self._home[name], t.untyped_storage()
 
     def _let_go(self) -> None:
         """Of what was held, now that whatever stream 0 is given next is after every use of it."""
@@ -233,7 +235,7 @@ class AuxStreams(Generic[Token]):
 
     def _collect(self, values: Iterable[Any], into: dict[int, Tensor]) -> bool:
         """The tensors among arguments, by the names of their memory. False if the memory of one isn't known."""
-        known, names = True, self._names
+        known, home = True, self._home
         for v in values:
             if isinstance(v, Tensor):
                 try:
@@ -241,21 +243,51 @@ class AuxStreams(Generic[Token]):
                 except RuntimeError:  # a sparse one
                     address = 0
                 if address:
-                    into[names.get(address) or self._named(v)] = v
+                    into[address if address in home else self._outside.name(v)] = v
                 elif v.layout is not torch.strided or v.numel():
                     known = False
             elif isinstance(v, list | tuple):
                 known = self._collect(v, into) and known
         return known
 
-    def _named(self, t: Tensor) -> int:
-        """A name for memory made elsewhere, that of older such memory if it overlaps it."""
-        start, nbytes = _torch.storage_span(t)
-        i = bisect.bisect_left(self._outside, (start + nbytes,))
-        name = self._outside[i - 1][2] if i and self._outside[i - 1][1] > start else start
-        if name == start:
-            self._outside.insert(i, (start, start + nbytes, name))
-        self._names[start] = name
+
+class _Outside:
+    """Names for memory that was made elsewhere. It is held, and what overlaps has one name.
+
+    ``met``: memory with two names turned out to be one, so what is known of either doesn't count any more.
+    """
+
+    def __init__(self) -> None:
+        self.met = False
+        self._names: dict[int, int] = {}  # by storage
+        self._storages: list[Any] = []
+        self._spans: list[tuple[int, int, int]] = []  # start, end and name, sorted, apart from each other
+
+    def known(self, t: Tensor) -> bool:
+        """Whether ``t``'s storage has a name."""
+        return _torch.storage_key(t) in self._names
+
+    def name(self, t: Tensor) -> int:
+        """The name of ``t``'s memory."""
+        key = _torch.storage_key(t)
+        found = self._names.get(key)
+        if found is None:
+            self._storages.append(t.untyped_storage())
+            found = self._names[key] = self._placed(*_torch.storage_span(t))
+        return found
+
+    def _placed(self, start: int, nbytes: int) -> int:
+        end = start + nbytes
+        last = first = bisect.bisect_left(self._spans, (end,))
+        while first and self._spans[first - 1][1] > start:
+            first -= 1
+        over = self._spans[first:last]
+        name = over[0][2] if over else start
+        if len(over) > 1:
+            self.met = True
+            merged = {n for _, _, n in over}
+            self._names.update((key, name) for key, n in self._names.items() if n in merged)
+        self._spans[first:last] = [(min([start, *(s for s, _, _ in over)]), max([end, *(e for _, e, _ in over)]), name)]
         return name
 
 
@@ -272,6 +304,6 @@ def _learn(func: Any) -> Kind:
     # A composite op that may give a view may as well copy (reshape, contiguous).
     view = aliases and namespace in _OWN and not _torch.has_kernel(name, "CompositeImplicitAutograd")
     draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())  # from a generator, in the order of the calls
-    alone = namespace not in _OWN or op == "set_" or draws
+    alone = namespace not in _OWN or op in _RE_STORES or op in _WRITES_UNSAID or draws
     kind = _kinds[id(func)] = Kind(func, view, op in _PRODUCTS, alone, writes)
     return kind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -141,10 +142,18 @@ class EmulatedRecording:
         self._literals.clear()
 
     def _reached(self, stream: int) -> tuple[int, int]:
+        if self._waits[stream]:  # nothing has run on it since, and who waits for it waits for those too
+            self._add(Step(_nothing, None, "wait", "", stream))
         return stream, self._counts[stream]
 
     def _wait(self, stream: int, mark: tuple[int, int]) -> None:
         self._waits[stream].append(mark)
+
+    def _add(self, step: Step) -> None:
+        """``step``, after all that its stream has been told to wait for."""
+        after, self._waits[step.stream] = tuple(self._waits[step.stream]), []
+        self._steps.append(dataclasses.replace(step, after=after) if after else step)
+        self._counts[step.stream] += 1
 
     def _leave(self) -> None:
         self._open = False
@@ -178,9 +187,7 @@ class EmulatedRecording:
             where = _where.caller()
             bake = partial(self._bake, known.op, where)
             run = partial(known.run, *_map(bake, args), **{k: _map(bake, v) for k, v in kwargs.items()})
-            after, self._waits[stream] = tuple(self._waits[stream]), []
-            self._steps.append(Step(run, _joined(fresh.stores), known.op, where, stream, after))
-            self._counts[stream] += 1
+            self._add(Step(run, _joined(fresh.stores), known.op, where, stream))
         return mine
 
     def _bake(self, op: str, where: str, t: Tensor) -> Tensor:
@@ -259,6 +266,10 @@ class _Fresh:
             store(value)
         self.stores.append((path, store))
         return mine
+
+
+def _nothing() -> None:
+    return None
 
 
 def _restore_storage(storage: torch.UntypedStorage, address: int, before: ctypes.Array[ctypes.c_char]) -> None:
