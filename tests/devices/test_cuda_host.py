@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from segue import _torch
+from segue.devices.cuda.forked import ForkedRecording
 from segue.devices.cuda.pool import CudaPool
 from segue.devices.cuda.recording import CudaRecording, CudaSegment
 from segue.devices.cuda.streams import Seen
+from segue.errors import UnseenWorkError
 
 
 class Graph:
@@ -83,6 +85,89 @@ def test_a_generator_that_an_op_is_given_is_noticed_while_it_is_recorded() -> No
     assert not recording._draws
     recording.run(torch.ops.aten.rand.generator, ([2],), {"generator": torch.Generator(), "device": torch.device("cpu")})
     assert recording._draws
+
+
+class Forked:
+    """A recording on three streams that are numbers; ``tail``: what ran on the capture stream, seen by an op or not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.tail, self.log = 0, 0, []  # type: ignore[var-annotated]
+        streams = [SimpleNamespace(cuda_stream=i) for i in range(3)]
+        capture = SimpleNamespace(
+            reached=lambda: (1, self.tail),
+            mark=lambda stream: (stream.cuda_stream, len(self.log)),
+            wait=lambda stream, mark: self.log.append(f"{stream.cuda_stream} waits for {mark[0]}"),
+        )
+        monkeypatch.setattr(_torch, "StreamCapture", lambda device, events: capture)
+        monkeypatch.setattr(_torch, "raw_stream", lambda device: self.current)
+        monkeypatch.setattr(_torch, "current_setter", lambda stream: lambda: setattr(self, "current", stream.cuda_stream))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[0])
+        monkeypatch.setattr(CudaRecording, "__init__", lambda recording, pool: setattr(recording, "_device", 0))
+        monkeypatch.setattr(CudaRecording, "run", lambda recording, func, args, kwargs: self.launch(func, args))
+        monkeypatch.setattr(CudaRecording, "commit", lambda recording: self.log.append("committed"))
+        monkeypatch.setattr(CudaRecording, "abort", lambda recording: self.log.append("given up"))
+        self.recording = ForkedRecording(None, streams[1:], [])  # type: ignore[arg-type]
+
+    def launch(self, func: Any, args: tuple[Any, ...]) -> Any:
+        result = func(*args)
+        if func is not _t:
+            self.log.append(f"{str(func).split('.')[1]} on {self.current}")
+            self.tail += self.current == 0
+        return result
+
+    def op(self, func: Any, *args: Any) -> Any:
+        return self.recording.run(func, args, {})
+
+
+_mm, _sin, _add, _t = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.sin.default,
+    torch.ops.aten.add.Tensor,
+    torch.ops.aten.t.default,
+)
+
+
+def test_ops_are_recorded_on_their_streams_with_the_capture_stream_current_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked, x = Forked(monkeypatch), torch.randn(4, 4)
+    h = forked.op(_sin, x)
+    q = forked.op(_sin, forked.op(_mm, h, x))
+    k = forked.op(_mm, forked.op(_t, h), x)
+    assert forked.current == 0
+    forked.op(_add, q, k)
+    forked.op(_mm, h, x)
+    forked.recording.commit()
+    assert forked.log == [
+        "sin on 0", "mm on 0", "sin on 0", "1 waits for 0", "mm on 1", "0 waits for 1", "add on 0",
+        "mm on 1", "0 waits for 1", "committed",
+    ]  # fmt: skip
+
+
+def test_a_kernel_that_nobody_saw_is_ordered_while_all_are_joined_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked, x = Forked(monkeypatch), torch.randn(4, 4)
+    h = forked.op(_sin, x)
+    q = forked.op(_mm, h, x)
+    forked.tail += 1
+    k = forked.op(_sin, forked.op(_mm, h, x))
+    assert forked.log[-3:] == ["1 waits for 0", "mm on 1", "sin on 1"], "it waits for the kernel too"
+    forked.op(_add, forked.op(_sin, q), k)
+    forked.op(_mm, h, x)
+    forked.tail += 1
+    with pytest.raises(UnseenWorkError, match=r"before .*test_cuda_host.py:\d+.* a kernel that no op tells of"):
+        forked.op(_sin, q)
+    forked.recording.abort()
+    assert forked.log[-2:] == ["0 waits for 1", "given up"]
+
+
+def test_an_op_that_fails_leaves_the_capture_stream_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked, x = Forked(monkeypatch), torch.randn(4, 4)
+    h = forked.op(_sin, x)
+    forked.op(_mm, h, x)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        forked.op(_mm, h, x[:3])
+    assert forked.current == 0
+    forked.current = 2
+    with pytest.raises(UnseenWorkError, match="another stream current"):
+        forked.op(_sin, h)
 
 
 @pytest.mark.parametrize("where", ["enter", "exit"])
