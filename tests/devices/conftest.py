@@ -13,7 +13,7 @@ from segue.devices import Device, Pool, Recording, Segment, resolve
 
 _where._SKIPPED = (*_where._SKIPPED, __file__)  # the mode below stands for one of segue's own
 
-_CUDA = pytest.param(
+CUDA = pytest.param(
     "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 )
 
@@ -29,6 +29,8 @@ class Passing(_torch.WatchingMode):
 
 class Lab:
     """A device with a pool of its own, and the few lines that a capture needs."""
+
+    aux_streams = False
 
     def __init__(self, device: Device, pool: Pool | None = None) -> None:
         self.device = device
@@ -46,7 +48,7 @@ class Lab:
         with self.pool.turn(), self.device.session(self.pool, self.device.default_stream()):
             for part in parts:
                 mode = Passing()
-                recording = mode.recording = self.device.begin(self.pool)
+                recording = mode.recording = self.device.begin(self.pool, self.aux_streams)
                 recording.reenter = mode
                 try:
                     with mode:
@@ -70,7 +72,7 @@ class Lab:
         self.segments = []
 
 
-@pytest.fixture(params=["emulator", _CUDA])
+@pytest.fixture(params=["emulator", CUDA])
 def device(request: pytest.FixtureRequest) -> Device:
     """Each device there is."""
     return resolve(request.param)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.devices.conftest import Lab, Passing
+from tests.devices.conftest import CUDA, Lab
 from torch import Tensor
 from torch.nn import functional
 
@@ -24,21 +24,11 @@ N = 8
 class Branching(Lab):
     """Records on auxiliary streams."""
 
+    aux_streams = True
+
     def branch(self, part: Callable[[], Any]) -> Any:
         """Record ``part`` and launch it. Returns its result."""
-        with self.pool.turn(), self.device.session(self.pool, self.device.default_stream()):
-            mode = Passing()
-            recording = mode.recording = self.device.begin(self.pool, aux_streams=True)
-            recording.reenter = mode
-            try:
-                with mode:
-                    out = part()
-            except BaseException:
-                recording.abort()
-                raise
-            self.segments.append(recording.commit())
-            self.segments[-1].launch()
-        return out
+        return self.record(part)[1]
 
 
 @pytest.fixture
@@ -164,10 +154,10 @@ class Log:
         self.counts, self.waits = [0] * 3, [[], [], []]  # type: ignore[var-annotated]
         self.aux = AuxStreams(2, lambda s: (s, self.counts[s]), lambda s, mark: self.waits[s].append(mark))
 
-    def run(self, func: Any, *args: Any) -> tuple[Tensor, int, list[tuple[int, int]]]:
+    def run(self, func: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, int, list[tuple[int, int]]]:
         """The op's result, its stream, and what that stream was told to wait for before it."""
-        stream = self.aux.enter(kind_of(func), args, {})
-        result = func(*args)
+        stream = self.aux.enter(kind_of(func), args, kwargs)
+        result = func(*args, **kwargs)
         self.aux.leave(result)
         self.counts[stream] += 1
         waited, self.waits[stream] = self.waits[stream], []
@@ -292,6 +282,21 @@ def test_random_numbers_are_drawn_in_the_order_of_the_calls(branching: Branching
         assert torch.equal(got, want)
 
 
+def test_an_op_that_fills_out_runs_alone_for_the_old_block_may_be_freed_inside_it() -> None:
+    log = Log()
+    x, w = torch.randn(N, N), torch.randn(N, N)
+    h = log.run(_sin, x)[0]
+    log.run(_sin, log.run(_mm, h, w)[0])
+    k, stream, _ = log.run(_mm, h, w)
+    assert stream == 1
+    _, stream, _ = log.run(_mm, k, w)
+    assert stream == 1, "it stays with its operand"
+    _, *at = log.run(torch.ops.aten.sin.out, x, out=k)
+    assert at == [0, [(1, 2)]] and log.aux.joined
+    _, stream, waited = log.run(_mm, h, w)
+    assert stream == 1 and waited == [(0, 4)]
+
+
 @pytest.mark.parametrize(
     ("first", "written", "read"),
     [([], 0, 1), ([2, 1], 0, 1), ([2, 3], 4, 3)],
@@ -319,7 +324,7 @@ def test_memory_from_outside_that_overlaps_counts_as_one(first: list[int], writt
     assert reader == writer or waited, "it reads what was written through another tensor"
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True)
+@pytest.mark.parametrize("device", [CUDA], indirect=True)
 def test_kernels_that_no_op_tells_of_are_ordered_or_refused(branching: Branching) -> None:
     x, w, out = matrices(branching, 3)
 
@@ -358,7 +363,7 @@ def test_kernels_that_no_op_tells_of_are_ordered_or_refused(branching: Branching
     assert torch.equal(branching.branch(lambda: x + 1), x + 1)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True)
+@pytest.mark.parametrize("device", [CUDA], indirect=True)
 def test_a_forward_with_streams_of_its_own_is_refused(branching: Branching) -> None:
     x, w = matrices(branching, 2)
     side = torch.cuda.Stream()

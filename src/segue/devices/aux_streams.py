@@ -8,6 +8,7 @@ other exactly where memory passes between them. TensorRT's engines use auxiliary
 Two things make that safe with an allocator that reuses a block at once, in the order of the stream it was taken on. What one
 stream allocated and another used is held until stream 0 has waited for all of them, and before the first one uses the block
 again it waits for stream 0. What can't be seen through, an op that isn't torch's own or that draws random numbers, runs alone.
+An alias that torch doesn't know of, as a slice that went through DLPack within the segment, is taken for other memory.
 """
 
 from __future__ import annotations
@@ -304,6 +305,8 @@ def _learn(func: Any) -> Kind:
     # A composite op that may give a view may as well copy (reshape, contiguous).
     view = aliases and namespace in _OWN and not _torch.has_kernel(name, "CompositeImplicitAutograd")
     draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())  # from a generator, in the order of the calls
-    alone = namespace not in _OWN or op in _RE_STORES or op in _WRITES_UNSAID or draws
+    # An out= that is too small is given another block, and compiled code passes blocks that nobody saw it take.
+    fills = any(a.kwarg_only and a.name in writes[1] for a in getattr(getattr(func, "_schema", None), "arguments", ()))
+    alone = namespace not in _OWN or op in _RE_STORES or op in _WRITES_UNSAID or draws or fills
     kind = _kinds[id(func)] = Kind(func, view, op in _PRODUCTS, alone, writes)
     return kind
