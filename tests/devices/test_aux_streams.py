@@ -282,6 +282,26 @@ def test_random_numbers_are_drawn_in_the_order_of_the_calls(branching: Branching
         assert torch.equal(got, want)
 
 
+def test_a_stream_that_was_forked_is_joined_even_if_nothing_ran_on_it() -> None:
+    """CUDA refuses to end a capture with a stream that was not joined."""
+    log = Log()
+    x, w = torch.randn(N, N), torch.randn(N, N)
+    h = log.run(_sin, x)[0]
+    log.run(_mm, h, w)
+    _, stream, waited = log.run(_mm, h[:0], w)
+    assert stream == 1 and waited and not log.aux.joined
+    log.aux.end()
+    assert log.waits[0] == [(1, 1)]
+
+
+def test_a_composite_op_that_copies_nothing_is_in_nobodys_way() -> None:
+    log = Log()
+    x, w = torch.randn(N, N), torch.randn(N, N)
+    h = log.run(torch.ops.aten.reshape.default, log.run(_sin, x)[0], [N, N])[0]
+    _, *at = log.run(_mm, h, w)
+    assert at == [0, []]
+
+
 def test_an_op_that_fills_out_runs_alone_for_the_old_block_may_be_freed_inside_it() -> None:
     log = Log()
     x, w = torch.randn(N, N), torch.randn(N, N)

@@ -117,9 +117,10 @@ class AuxStreams(Generic[Token]):
     def leave(self, result: Any) -> None:
         """What the op that was entered last gave."""
         stream, operands, acted = self._now
-        if not self._note(result, stream, operands) and not acted:  # a composite op that had nothing to copy
-            self._tail[stream] -= 1
-            self.joined = self.joined or self._is_joined()
+        new = self._note(result, stream, operands)
+        # A composite op that had nothing to copy counts for nothing. But an auxiliary stream has waited, and must be joined.
+        if not (new or acted or stream):
+            self._tail[0] -= 1
 
     def end(self) -> None:
         """Stream 0 waits for all others, and nothing is held any more."""
