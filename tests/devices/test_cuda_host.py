@@ -92,11 +92,12 @@ class Forked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current, self.tail, self.log = 0, 0, []  # type: ignore[var-annotated]
+        self.on_wait: Callable[[], None] = lambda: None
         streams = [SimpleNamespace(cuda_stream=i) for i in range(3)]
         capture = SimpleNamespace(
             reached=lambda: (1, self.tail),
             mark=lambda stream: (stream.cuda_stream, len(self.log)),
-            wait=lambda stream, mark: self.log.append(f"{stream.cuda_stream} waits for {mark[0]}"),
+            wait=lambda stream, mark: (self.log.append(f"{stream.cuda_stream} waits for {mark[0]}"), self.on_wait()),
         )
         monkeypatch.setattr(_torch, "StreamCapture", lambda device, events: capture)
         monkeypatch.setattr(_torch, "raw_stream", lambda device: self.current)
@@ -156,6 +157,18 @@ def test_a_kernel_that_nobody_saw_is_ordered_while_all_are_joined_or_refused(mon
         forked.op(_sin, q)
     forked.recording.abort()
     assert forked.log[-2:] == ["0 waits for 1", "given up"]
+
+
+def test_an_op_that_waited_and_failed_is_not_taken_for_a_kernel_that_nobody_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked, x = Forked(monkeypatch), torch.randn(4, 4)
+    h = forked.op(_sin, x)
+    q = forked.op(_sin, forked.op(_mm, h, x))
+    k = forked.op(_mm, h, x)
+    v = forked.op(_mm, h, x)
+    forked.on_wait = lambda: setattr(forked, "tail", forked.tail + 1)  # as waiting moves what the next node comes after
+    with pytest.raises(RuntimeError, match="size"):
+        forked.op(_add, forked.op(_sin, q), k[:3])
+    forked.op(_add, v, q)
 
 
 def test_an_op_that_fails_leaves_the_capture_stream_current(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,9 @@ _PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "_sc
 _OWN = {"aten", "prims"}
 _RE_STORES = {"set_", "resize_", "resize_as_", "_resize_output_"}  # they let go of a block that others may be using
 # Their schemas don't say that they write running statistics.
-_WRITES_UNSAID = {"batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "_batch_norm_impl_index"}
+_WRITES_UNSAID = {"batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+_WRITES_UNSAID |= {"_batch_norm_impl_index", "batch_norm_update_stats", "batch_norm_gather_stats"}
+_WRITES_UNSAID |= {"batch_norm_gather_stats_with_counts"}
 
 Token = TypeVar("Token")
 
@@ -139,18 +141,15 @@ class AuxStreams(Generic[Token]):
         self._join()
         self.unseen()
         self._outside.met = False
-        for name, t in operands.items():
-            if self._home.get(name, 0):
-                self._hold(name, t)
         self._now = 0, operands, True
         return 0
 
     def _note(self, result: Any, stream: int, operands: Collection[int]) -> bool:
-        """Memory that is new in a result. Returns whether there is any, or no result at all."""
+        """Memory that is new in a result. Returns whether there is any, or no telling."""
         if isinstance(result, Tensor):
             address = _torch.address(result)
             if not address or address in operands:
-                return False
+                return not address and result.numel() > 0  # a sparse one
             if address not in self._home and self._outside.known(result):
                 return False
             self._writer[address] = stream, self._tail[stream]

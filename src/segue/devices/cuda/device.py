@@ -77,11 +77,13 @@ class CudaDevice:
         """The device's auxiliary streams, on which this thread's libraries have what they can't make in a capture."""
         while len(self._aux) < aux_streams.COUNT:
             self._aux.append(_torch.private_stream(self.torch_device))
+        for stream in self._aux:
+            with torch.cuda.stream(stream):
+                torch.cuda.current_blas_handle()
         if not self._prepared.done:
             self._prepared.done = True
             for stream in self._aux:
                 with torch.cuda.stream(stream):
-                    torch.cuda.current_blas_handle()
                     for dtype in (torch.float32, torch.bfloat16):  # with and without cuBLASLt, which has a workspace of its own
                         a = torch.zeros(16, 16, dtype=dtype, device=self.torch_device)
                         torch.nn.functional.linear(a, a, a[0])

@@ -49,8 +49,10 @@ class ForkedRecording(CudaRecording):
             finally:
                 self._enter[0]()
         else:
-            result = super().run(func, args, kwargs)
-            self._expected = self._reached()
+            try:
+                result = super().run(func, args, kwargs)
+            finally:  # one that failed may have waited, and whoever catches the error goes on
+                self._expected = self._reached()
         self._aux.leave(result)
         return result
 
