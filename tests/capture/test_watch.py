@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import segue
 from segue.devices import Device
@@ -138,3 +139,13 @@ def test_what_a_wrapper_holds_is_the_external(device: Device) -> None:
     inner.fill_(3)
     capture.replay()
     assert out.tolist() == [6.0] * 4
+
+
+def test_statistics_that_batch_norm_writes_count_as_written_though_its_schema_is_silent(device: Device) -> None:
+    x, mean, var = (torch.ones(4, 3, device=device.torch_device), *torch.zeros(2, 3, device=device.torch_device).unbind())
+    mean, var = mean.clone(), var.clone()
+    capture = segue.BreakableCapture(device=device, name="bare", pool=device.new_pool())
+    with torch.inference_mode(), capture:
+        functional.batch_norm(x, mean, var, training=True)
+    found = {e.tensor.data_ptr(): e.written for e in capture.externals}
+    assert found == {x.data_ptr(): False, mean.data_ptr(): True, var.data_ptr(): True}

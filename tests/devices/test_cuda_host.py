@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from segue import _torch
+from segue.devices.cuda import raw
 from segue.devices.cuda.forked import ForkedRecording
 from segue.devices.cuda.pool import CudaPool
 from segue.devices.cuda.recording import CudaRecording, CudaSegment
@@ -34,7 +34,7 @@ def test_of_the_events_a_segment_recorded_those_count_that_somebody_still_holds(
     class Event:
         __slots__ = ()  # no weak reference to it can be made
 
-    monkeypatch.setattr(_torch, "stream_is_capturing", lambda stream: True)
+    monkeypatch.setattr(raw, "stream_is_capturing", lambda stream: True)
     seen, kept, inside = Seen(), Event(), [Event()]
     for event in (kept, inside[0], Event()):
         seen.on_record(event, "the capture stream")
@@ -53,9 +53,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, bool], list[str]
         def by_torch(graph: Any) -> Callable[[], None]:
             return lambda: (seen.append("torch"), graph.replay())[0]
 
-        monkeypatch.setattr(_torch, "graph_launcher", by_torch)
-        monkeypatch.setattr(_torch, "random_state", lambda device: (7, state[0]))
-        monkeypatch.setattr(_torch, "plain_launcher", lambda graph, device: (lambda: seen.append("plain"), lambda: None))
+        monkeypatch.setattr(raw, "graph_launcher", by_torch)
+        monkeypatch.setattr(raw, "random_state", lambda device: (7, state[0]))
+        monkeypatch.setattr(raw, "plain_launcher", lambda graph, device: (lambda: seen.append("plain"), lambda: None))
         graph: Any = Graph(state, draws)
         segment = CudaSegment(graph, False, Seen(), 0, own_generator)
         for _ in range(3):
@@ -99,9 +99,9 @@ class Forked:
             mark=lambda stream: (stream.cuda_stream, len(self.log)),
             wait=lambda stream, mark: (self.log.append(f"{stream.cuda_stream} waits for {mark[0]}"), self.on_wait()),
         )
-        monkeypatch.setattr(_torch, "StreamCapture", lambda device, events: capture)
-        monkeypatch.setattr(_torch, "raw_stream", lambda device: self.current)
-        monkeypatch.setattr(_torch, "current_setter", lambda stream: lambda: setattr(self, "current", stream.cuda_stream))
+        monkeypatch.setattr(raw, "StreamCapture", lambda device, events: capture)
+        monkeypatch.setattr(raw, "current_stream", lambda device: self.current)
+        monkeypatch.setattr(raw, "current_setter", lambda stream: lambda: setattr(self, "current", stream.cuda_stream))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[0])
         monkeypatch.setattr(CudaRecording, "__init__", lambda recording, pool: setattr(recording, "_device", 0))
         monkeypatch.setattr(CudaRecording, "run", lambda recording, func, args, kwargs: self.launch(func, args))
@@ -194,8 +194,8 @@ def test_a_turn_that_fails_lets_others_have_theirs(where: str, monkeypatch: pyte
     device: Any = SimpleNamespace(index=0, torch_device=torch.device("cpu"))
     pool = CudaPool(device)
     pool._stream = 5
-    monkeypatch.setattr(_torch, "raw_stream", lambda index: 5)
-    monkeypatch.setattr(_torch, "current_device", lost if where == "enter" else lambda: 1)
+    monkeypatch.setattr(raw, "current_stream", lambda index: 5)
+    monkeypatch.setattr(raw, "current_device", lost if where == "enter" else lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: lost() if index == 1 else None)
     with pytest.raises(RuntimeError, match="device lost"), pool.turn():
         pass

@@ -195,5 +195,5 @@ def _links(places: Iterable[Place]) -> list[Place]:
 
 def _unwatched(externals: list[External], places: Places) -> list[External]:
     seen = {_torch.storage_key(e.tensor) for e in externals}
-    tensors = [t for place in places if _torch.storage_key(t := place.get()) not in seen]
+    tensors = [t for t in places.tensors() if _torch.storage_key(t) not in seen]
     return [External(t.detach(), t, "compiled code", "a line that nothing could watch") for t in tensors]

@@ -63,8 +63,11 @@ class Places:
         held = None if place is None else place.get()
         return place if isinstance(held, Tensor) and _torch.storage_key(held) == key else None
 
-    def __iter__(self) -> Iterator[Place]:
-        return iter(self._found.values())
+    def tensors(self) -> Iterator[Tensor]:
+        """What is held at all places now."""
+        for place in self._found.values():
+            if isinstance(t := place.get(), Tensor):
+                yield t
 
 
 def _walk(root: Any) -> tuple[dict[int, Place], bool]:

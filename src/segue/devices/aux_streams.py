@@ -29,10 +29,6 @@ _MARKS = 16  # per stream; an older one is hardly ever the nearest
 _PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "_scaled_mm", "_grouped_mm"}
 _OWN = {"aten", "prims"}
 _RE_STORES = {"set_", "resize_", "resize_as_", "_resize_output_"}  # they let go of a block that others may be using
-# Their schemas don't say that they write running statistics.
-_WRITES_UNSAID = {"batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
-_WRITES_UNSAID |= {"_batch_norm_impl_index", "batch_norm_update_stats", "batch_norm_gather_stats"}
-_WRITES_UNSAID |= {"batch_norm_gather_stats_with_counts"}
 
 Token = TypeVar("Token")
 
@@ -159,9 +155,6 @@ class AuxStreams(Generic[Token]):
             return any([self._note(r, stream, operands) for r in result])
         return True
 
-    def _is_joined(self) -> bool:
-        return all(self._after[0][s] >= self._tail[s] for s in self._others)
-
     def _join(self) -> None:
         for s in self._others:
             self._follow(0, s, self._tail[s])
@@ -208,7 +201,7 @@ class AuxStreams(Generic[Token]):
         for s in self._all:
             mine[s] = max(mine[s], mark.after[s])
         mine[other] = max(mine[other], mark.at)
-        if not stream and self._is_joined():
+        if not stream and all(mine[s] >= self._tail[s] for s in self._others):
             self._let_go()
 
     def _set_mark(self, stream: int) -> _Mark[Token]:
@@ -307,6 +300,6 @@ def _learn(func: Any) -> Kind:
     draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())  # from a generator, in the order of the calls
     # An out= that is too small is given another block, and compiled code passes blocks that nobody saw it take.
     fills = any(a.kwarg_only and a.name in writes[1] for a in getattr(getattr(func, "_schema", None), "arguments", ()))
-    alone = namespace not in _OWN or op in _RE_STORES or op in _WRITES_UNSAID or draws or fills
+    alone = namespace not in _OWN or op in _RE_STORES or draws or fills
     kind = _kinds[id(func)] = Kind(func, view, op in _PRODUCTS, alone, writes)
     return kind

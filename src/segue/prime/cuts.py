@@ -103,8 +103,9 @@ def quickest(
             except UnseenWorkError:
                 if len(aux_streams) == 1:
                     raise
-        for candidate in captures.keys() - seconds.keys():
-            seconds[candidate] = _median(captures[candidate], device)
+        for candidate, capture in captures.items():
+            if candidate not in seconds:
+                seconds[candidate] = _median(capture, device)
 
     try:
         try_out(Pattern(cuts[0], aux) for aux in aux_streams)

@@ -62,10 +62,6 @@ class PrimeStrategy:
         return frozenset(program.rows for program in self._programs if program.open)
 
     @property
-    def _open_question(self) -> bool:
-        return self.cuts is None or self.aux_streams is None
-
-    @property
     def scratch_bytes(self) -> int:
         """Memory of the scratch caches, which lie outside the graphs' pool."""
         tensors = [t for program in self._programs if program.open for t in program.scratch]
@@ -123,7 +119,7 @@ class PrimeStrategy:
         recorder = Recorder(run, root, job.pool.device, job.pool, job.stream, filling.name)
         marked = recorder.warm()
         filling.offsets.check(filling.name)
-        if self._open_question and job.pool.device.traits.timing:
+        if (self.cuts is None or self.aux_streams is None) and job.pool.device.traits.timing:
             (self.cuts, self.aux_streams), found = recorder.best(self.cuts, self.aux_streams, marked)
             found.close()
         pattern = Pattern(pinned(self.cuts or (), marked), self.aux_streams is not False)

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from segue import _torch
 from segue.devices import aux_streams
-from segue.devices.cuda import streams
+from segue.devices.cuda import raw, streams
 from segue.devices.cuda.forked import ForkedRecording
 from segue.devices.cuda.pool import CudaPool, session_books
 from segue.devices.cuda.recording import CudaRecording
@@ -51,7 +50,7 @@ class CudaDevice:
 
     def default_stream(self) -> torch.cuda.Stream:
         if self._stream is None:
-            self._stream = _torch.private_stream(self.torch_device)
+            self._stream = raw.private_stream(self.torch_device)
         return self._stream
 
     @contextmanager
@@ -69,14 +68,14 @@ class CudaDevice:
                 caller.wait_stream(stream)
 
     def begin(self, pool: CudaPool, aux_streams: bool = False) -> CudaRecording:
-        if aux_streams and _torch.has_cuda_runtime():
+        if aux_streams and raw.has_cuda_runtime():
             return ForkedRecording(pool, self._aux_streams(), self._events)
         return CudaRecording(pool)
 
     def _aux_streams(self) -> list[torch.cuda.Stream]:
         """The device's auxiliary streams, on which this thread's libraries have what they can't make in a capture."""
         while len(self._aux) < aux_streams.COUNT:
-            self._aux.append(_torch.private_stream(self.torch_device))
+            self._aux.append(raw.private_stream(self.torch_device))
         for stream in self._aux:
             with torch.cuda.stream(stream):
                 torch.cuda.current_blas_handle()

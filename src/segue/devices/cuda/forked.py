@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from segue import _torch, _where
+from segue import _where
 from segue.devices.aux_streams import AuxStreams, kind_of
+from segue.devices.cuda import raw
 from segue.devices.cuda.pool import CudaPool
 from segue.devices.cuda.recording import CudaRecording, CudaSegment
 from segue.errors import UnseenWorkError
@@ -24,10 +25,10 @@ class ForkedRecording(CudaRecording):
     def __init__(self, pool: CudaPool, aux: list[torch.cuda.Stream], events: list[Any]) -> None:
         super().__init__(pool)
         try:
-            capture = _torch.StreamCapture(self._device, events)
+            capture = raw.StreamCapture(self._device, events)
             streams = [torch.cuda.current_stream(), *aux]
             self._origin = streams[0].cuda_stream
-            self._enter = [_torch.current_setter(s) for s in streams]
+            self._enter = [raw.current_setter(s) for s in streams]
             self._reached, self._expected = capture.reached, capture.reached()
             self._aux: AuxStreams[Any] = AuxStreams(
                 len(aux), lambda s: capture.mark(streams[s]), lambda s, event: capture.wait(streams[s], event)
@@ -67,7 +68,7 @@ class ForkedRecording(CudaRecording):
         super().abort()
 
     def _look(self) -> None:
-        if _torch.raw_stream(self._device) != self._origin:
+        if raw.current_stream(self._device) != self._origin:
             raise UnseenWorkError(
                 f"at {_where.caller()} the forward has made another stream current, and a segment on auxiliary streams leaves "
                 "them to segue. Record with aux_streams=False."

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from segue import _torch
+from segue.devices.cuda import raw
 from segue.devices.protocol import PoolUsage, Segment
 
 if TYPE_CHECKING:
@@ -81,12 +82,12 @@ class CudaPool:
         that fails would take the pool with it.
         """
         if self._anchor is None:
-            graph = _torch.new_graph()
+            graph = raw.new_graph()
             try:
                 graph.capture_begin(pool=self.id, capture_error_mode="thread_local")
-                _torch.end_recording(graph)
+                raw.end_recording(graph)
             except BaseException:
-                _torch.abandon_graph(graph)
+                raw.abandon_graph(graph)
                 raise
             self._anchor = graph
 
@@ -114,7 +115,7 @@ class CudaPool:
         if self._known:
             return False
         self._known = not self._growing
-        mark = _torch.allocator_mark(self.device.index)
+        mark = raw.allocator_mark(self.device.index)
         if mark == self._mark:
             return False
         self._mark = mark
@@ -124,7 +125,7 @@ class CudaPool:
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         self._known = False
-        with torch.inference_mode(False), _torch.allocating_from(self.id, self.device.index):
+        with torch.inference_mode(False), raw.allocating_from(self.id, self.device.index):
             return torch.empty_strided(size, stride, dtype=dtype, device=self.device.torch_device)
 
     def blocks(self) -> list[tuple[int, int]]:
@@ -192,7 +193,7 @@ class CudaPool:
         mine = tuple(self.id)
         return [
             s
-            for s in _torch.memory_segments(self.id)
+            for s in raw.memory_segments(self.id)
             if s["device"] == self.device.index and tuple(s.get("segment_pool_id", mine)) == mine
         ]
 
@@ -218,7 +219,7 @@ class _Turn:
         pool, index = self._pool, self._index
         pool._lock.acquire()
         try:
-            before = _torch.current_device()
+            before = raw.current_device()
         except BaseException:  # nobody else would ever get a turn
             pool._lock.release()
             raise
@@ -227,7 +228,7 @@ class _Turn:
         try:
             if before != index:
                 torch.cuda.set_device(index)
-            stream = _torch.raw_stream(index)
+            stream = raw.current_stream(index)
             if stream != pool._stream:
                 pool.follow(stream)
         except BaseException:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from segue import _torch
+from segue.devices.cuda import raw
 from segue.devices.cuda.pool import CudaPool
 from segue.devices.cuda.streams import Seen, observing
 from segue.errors import CaptureError
@@ -28,12 +29,12 @@ class CudaSegment:
 
     def _first_launch(self, device: int) -> None:
         """By torch, which sets the generators that the graph draws from. If it draws from none, later launches do without."""
-        self.launch = launch = self._surrounded(_torch.graph_launcher(self.graph))
-        before = _torch.random_state(device)
+        self.launch = launch = self._surrounded(raw.graph_launcher(self.graph))
+        before = raw.random_state(device)
         launch()
-        if self._draws or _torch.random_state(device) != before:
+        if self._draws or raw.random_state(device) != before:
             return
-        if (plain := _torch.plain_launcher(self.graph, device)) is not None:
+        if (plain := raw.plain_launcher(self.graph, device)) is not None:
             self.launch, self._forbid = self._surrounded(plain[0]), plain[1]
 
     def destroy(self) -> None:
@@ -71,7 +72,7 @@ class CudaRecording:
         self._device = pool.device.index
         self._scope = ExitStack()
         self._scope.enter_context(pool.growing())
-        self._graph, self._draws = _torch.new_graph(), False
+        self._graph, self._draws = raw.new_graph(), False
         self._seen = Seen()
         self._scope.enter_context(_fail_on_recompile())
         self._scope.enter_context(observing(self._seen))
@@ -94,7 +95,7 @@ class CudaRecording:
         """
         self._scope.close()
         try:
-            empty = _torch.finish_graph(self._graph)
+            empty = raw.finish_graph(self._graph)
         except Exception as e:
             self.abort()
             raise CaptureError(_why(str(e))) from e
@@ -102,7 +103,7 @@ class CudaRecording:
 
     def abort(self) -> None:
         self._scope.close()
-        _torch.abandon_graph(self._graph)
+        raw.abandon_graph(self._graph)
 
 
 def _why(text: str) -> str:

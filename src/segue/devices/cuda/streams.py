@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from segue import _torch
+from segue.devices.cuda import raw
 
 
 class Seen:
@@ -103,7 +103,7 @@ def _wait_for_event(event: Any) -> Callable[[], None]:
 
 
 def _capturing(stream: Any) -> bool:
-    return _torch.stream_is_capturing(torch.cuda.current_stream() if stream is None else stream)
+    return raw.stream_is_capturing(torch.cuda.current_stream() if stream is None else stream)
 
 
 def _install_once() -> None:

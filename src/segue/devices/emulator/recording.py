@@ -75,16 +75,16 @@ class EmulatedRecording:
                 for g in (*args, *kwargs.values()):
                     if isinstance(g, Generator):
                         self._save_generator(g)
-            kind, stream = kind_of(func), 0
-            if self._aux is not None and not kind.view:
-                stream = self._aux.enter(kind, args, kwargs)
+            kind = kind_of(func)
+            aux = None if kind.view else self._aux
+            stream = aux.enter(kind, args, kwargs) if aux is not None else 0
             result = known.run(*args, **kwargs)
             if known.op == "lift_fresh":
                 self._literals[_torch.storage_key(result)] = result
                 return result
             mine = self._record(known, operands, args, kwargs, result, stream)
-            if self._aux is not None and not kind.view:
-                self._aux.leave(mine)
+            if aux is not None:
+                aux.leave(mine)
             return mine
 
     def _opened(self, func: Any, known: Facts, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
