@@ -204,3 +204,21 @@ def test_a_turn_that_fails_lets_others_have_theirs(where: str, monkeypatch: pyte
     other.start()
     other.join()
     assert free == [True] and not pool._devices
+
+
+@pytest.mark.parametrize("layout", [("edges",), ()], ids=["CUDA 13", "CUDA 12"])
+def test_how_far_a_capture_has_got_is_read_from_either_cuda_bindings(
+    monkeypatch: pytest.MonkeyPatch, layout: tuple[str, ...]
+) -> None:
+    last: list[int] = []
+    runtime = SimpleNamespace(
+        cudaError_t=SimpleNamespace(cudaSuccess="fine"),
+        cudaStream_t=int,
+        cudaStreamGetCaptureInfo=lambda stream: ("fine", "active", 7, "graph", last, *layout, len(last)),
+    )
+    monkeypatch.setattr(raw, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(raw, "current_stream", lambda device: 5)
+    capture = raw.StreamCapture(0, [])
+    assert capture.reached() == (0, 0)
+    last.extend([40, 41])
+    assert capture.reached() == (2, 40)

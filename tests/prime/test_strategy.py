@@ -15,6 +15,9 @@ from prime.prompts import prompt
 from segue.check import dense
 from segue.check.caches import difference
 from segue.devices import Device
+from segue.errors import UnseenWorkError
+from segue.prime.cuts import Pattern
+from segue.prime.recording import Recorder
 from segue.prime.strategy import PrimeStrategy
 from segue.runner import Breakable, GraphRunner, Input
 
@@ -186,6 +189,34 @@ def test_without_parts_each_bucket_has_a_scratch_cache_that_is_counted(device: D
             runner(_x(dense_trunk, n, device=device), ctx=Forward(dense_trunk, [n]))
         kv = dense_trunk.new_cache(8 + 16).kv
         assert prime.scratch_bytes == kv.numel() * kv.element_size()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_bucket_with_kernels_that_nobody_sees_is_recorded_on_one_stream(
+    device: Device, dense_trunk: Any, monkeypatch: pytest.MonkeyPatch, pinned: bool
+) -> None:
+    """Whatever was measured for another bucket, unless several streams were asked for."""
+    record, used = Recorder.record, []
+
+    def unseen(self: Recorder, pattern: Pattern, *args: Any) -> Any:
+        used.append(pattern.aux_streams)
+        if pattern.aux_streams:
+            raise UnseenWorkError("a triton kernel")
+        return record(self, pattern, *args)
+
+    monkeypatch.setattr(Recorder, "record", unseen)
+    strategies = [PrimeStrategy(dense_trunk, fresh, cuts=[], aux_streams=True if pinned else None), Breakable()]
+    inputs = {"x": Input(token_dim=0, pad=0.0)}
+    with GraphRunner(lambda x: live(x) * 1, inputs=inputs, buckets=[8], strategies=strategies, device=device) as runner:
+        x = _x(dense_trunk, 7, device=device)
+        want = runner(x, ctx=Forward(dense_trunk, [7]))
+        if pinned:
+            with pytest.raises(UnseenWorkError, match="a triton kernel"):
+                runner(x, ctx=Forward(dense_trunk, [7]))
+            return
+        for _ in range(2):
+            assert torch.equal(runner(x, ctx=Forward(dense_trunk, [7])), want)
+        assert used[-1] is False and runner.stats.replayed
 
 
 def test_cuts_that_are_no_marks_of_the_trunk_are_refused_as_in_a_prime_graph(device: Device, dense_trunk: Any) -> None:

@@ -45,8 +45,8 @@ class Recorder:
     def __init__(
         self, run: Callable[[], Results], root: Prime, device: Device, pool: Pool, stream: Any, name: str
     ) -> None:
-        self._run, self._trunk, self._name = run, root.trunk, name
-        self._places = Places(root)
+        self._run, self._prime, self._name = run, root, name
+        self._root: Prime | Places = root
         self._device, self._pool, self._stream = device, pool, stream
         self.seconds = 0.0  # that the latest recording took
         self.measured: dict[Pattern, float] = {}  # seconds, where there was a choice and it was measured
@@ -59,7 +59,7 @@ class Recorder:
             marks.begin(None, ())
             self._run()
             marked = marks.end()
-        self._places.look_again()
+        self._root = Places(self._prime)  # which each recording would look for again
         return marked
 
     def best(self, cuts: Sequence[int] | None, aux_streams: bool | None, marked: int) -> tuple[Pattern, BreakableCapture]:
@@ -92,7 +92,7 @@ class Recorder:
             pool=self._pool,
             stream=self._stream,
             name=self._name,
-            root=self._places,
+            root=self._root,
             overlap=True,
             aux_streams=pattern.aux_streams,
         )
@@ -142,7 +142,7 @@ class Recorder:
 
     def _method(self, error: BaseException) -> str:
         """The trunk's method in which ``error`` was raised."""
-        codes = {code: name for name in ("reset", "forward", "head") if (code := _code(self._trunk, name)) is not None}
+        codes = {code: name for name in ("reset", "forward", "head") if (code := _code(self._prime.trunk, name)) is not None}
         tb = error.__traceback__
         while tb is not None:
             if tb.tb_frame.f_code in codes:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from segue import _torch
 from segue.capture import BreakableCapture, current_forward_ctx
-from segue.errors import ReplayError
+from segue.errors import ReplayError, UnseenWorkError
 from segue.prime.body import Offsets
 from segue.prime.copyout import CopyOut
 from segue.prime.cuts import Pattern, pinned
@@ -52,6 +52,7 @@ class PrimeStrategy:
         most_rows: int = 0,
     ) -> None:
         self.trunk, self.requests, self.cuts, self.aux_streams = trunk, requests, cuts, aux_streams
+        self._pinned_streams = aux_streams is not None
         self._fresh, self._x, self._most_rows = fresh, x, most_rows
         self._programs: weakref.WeakSet[_Captured] = weakref.WeakSet()
         self._shared: weakref.ref[_Shared] | None = None  # goes with the last graph that fills it
@@ -133,7 +134,13 @@ class PrimeStrategy:
 
             return finished
 
-        program = _Captured(recorder.record(pattern, at_end), filling, job.tokens)
+        try:
+            capture = recorder.record(pattern, at_end)
+        except UnseenWorkError:  # another bucket may take kernels that the measured one didn't
+            if self._pinned_streams:
+                raise
+            capture = recorder.record(pattern._replace(aux_streams=False), at_end)
+        program = _Captured(capture, filling, job.tokens)
         self._programs.add(program)
         return program
 

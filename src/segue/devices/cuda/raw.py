@@ -216,7 +216,7 @@ class StreamCapture:
         and the first."""
         found = self._runtime.cudaStreamGetCaptureInfo(self._origin)
         self._see(found[0])
-        nodes = found[-3]
+        nodes = found[4]  # before CUDA 13 no edge data follow them
         return (len(nodes), int(nodes[0])) if nodes else (0, 0)
 
     def mark(self, stream: torch.cuda.Stream) -> Any:

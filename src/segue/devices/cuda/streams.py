@@ -22,8 +22,8 @@ from segue.devices.cuda import raw
 class Seen:
     """What one segment or break did with events and streams.
 
-    It holds the events: torch before 2.13 leaves a weak reference to one dangling when that dies (pytorch#183403), and the next
-    garbage collection crashes.
+    It holds the events: torch 2.11 leaves a weak reference to one dangling when that dies (pytorch#183403), and the next garbage
+    collection crashes.
     """
 
     def __init__(self) -> None:
