@@ -17,11 +17,22 @@ def caller() -> str:
     """``file.py:12 in forward`` of the nearest user frame. A frame walk, because ``traceback`` costs 300 us."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_SKIPPED) and not name.startswith(_ALSO[0]) and not name.endswith(_ALSO[1]):
-            return f"{_short(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        code = frame.f_code
+        known = _known.get(id(code)) or _learn(code)
+        if known[1]:
+            return f"{known[1]}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
     return "an unknown place"
+
+
+_known: dict[int, tuple[CodeType, str]] = {}  # its file, or "" if it is passed over; held, so that its id stays its own
+
+
+def _learn(code: CodeType) -> tuple[CodeType, str]:
+    name = code.co_filename
+    passed = name.startswith((*_SKIPPED, _ALSO[0])) or name.endswith(_ALSO[1])
+    found = _known[id(code)] = code, "" if passed else _short(name)
+    return found
 
 
 def raised(error: BaseException) -> str:

@@ -156,7 +156,12 @@ class Log:
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, int, list[tuple[int, int]]]:
         """The op's result, its stream, and what that stream was told to wait for before it."""
-        stream = self.aux.enter(kind_of(func), args, kwargs)
+        kind = kind_of(func)
+        if kind.view:
+            result = func(*args, **kwargs)
+            self.aux.viewed(args, result)
+            return result, 0, []
+        stream = self.aux.enter(kind, args, kwargs)
         result = func(*args, **kwargs)
         self.aux.leave(result)
         self.counts[stream] += 1
@@ -346,37 +351,15 @@ def test_memory_from_outside_that_overlaps_counts_as_one(first: list[int], writt
 
 
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
-def test_kernels_that_no_op_tells_of_are_ordered_or_refused(branching: Branching) -> None:
+def test_kernels_that_no_op_tells_of_are_refused(branching: Branching) -> None:
     x, w, out = matrices(branching, 3)
-
-    def hidden(t: Tensor) -> None:
-        with _torch.dispatch_modes_off():
-            t.add_(1)
-
-    def joined() -> Tensor:
-        h = x.sin()
-        q = (h @ w).sin()
-        buffer = torch.empty_like(h)
-        k = h @ w
-        y = q + k
-        hidden(y)
-        z = (y @ w).cos()
-        buffer.copy_(y @ w)
-        return z + buffer
-
-    got = branching.branch(joined)
-    for seed in range(3):
-        x.copy_(matrices(branching, 1, seed)[0])
-        want = ((y := (x.sin() @ w).sin() + x.sin() @ w + 1) @ w).cos() + y @ w
-        branching.pool.poison()
-        branching.launch(branching.segments[-1])
-        assert torch.equal(got, want)
 
     def beside() -> None:
         h = x.sin()
         q = (h @ w).sin()
         k = h @ w
-        hidden(out)
+        with _torch.dispatch_modes_off():
+            out.add_(1)
         out.copy_(q + k)
 
     with pytest.raises(UnseenWorkError, match="a kernel that no op tells of"):

@@ -93,6 +93,7 @@ class Watch(_torch.WatchingMode):
         self._name = name
         self._made: set[int] = set()  # addresses of pool blocks that this capture has written or was seen to allocate
         self._outside: set[int] = set()  # addresses of externals
+        self._met: dict[int, int] = {}  # the objects that externals hold, with the address each had
         self._before: list[tuple[int, int]] = []  # pool blocks that were alive when it began
         self.externals: dict[int, External] = {}  # by storage
         self._unsure: dict[int, External] = {}  # of these, the ones that may yet turn out to be the pool's
@@ -144,10 +145,13 @@ class Watch(_torch.WatchingMode):
                     self._see(v, op)
             return
         try:
-            key = _torch.storage_key(value)
+            if self._met.get(id(value)) == value.data_ptr():
+                return
+            storage = value.untyped_storage()
+            key = storage._cdata
             if key in self.externals or not value.numel():
                 return
-            address = _torch.storage_span(value)[0]
+            address = storage.data_ptr()
         except RuntimeError:
             return  # without storage: a sparse one, or a wrapper, whose inner tensors come next
         if address in self._made or value.layout is not torch.strided:
@@ -157,6 +161,7 @@ class Watch(_torch.WatchingMode):
             return
         external = External(value.detach(), value, op.name, _where.caller(), self.segment)
         self.externals[key] = self._unsure[key] = external
+        self._met[id(value)] = value.data_ptr()
         self._outside.add(address)
 
     def settle(self) -> None:
@@ -169,6 +174,7 @@ class Watch(_torch.WatchingMode):
         for key, external in unsure.items():
             if self.pool.owns(external.tensor):
                 del self.externals[key]
+                del self._met[id(external.seen)]
                 self._outside.discard(_torch.storage_span(external.tensor)[0])
                 self.prove(external.tensor, external.op, external.where)
 

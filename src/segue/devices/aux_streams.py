@@ -28,6 +28,8 @@ COUNT = 2  # auxiliary streams that a device has: a layer's keys and values besi
 _MARKS = 16  # per stream; an older one is hardly ever the nearest
 _PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "_scaled_mm", "_grouped_mm"}
 _OWN = {"aten", "prims"}
+_LISTS = (list, tuple)
+_PLAIN = {int, float, bool, type(None), torch.dtype}  # arguments that hold no tensor
 _RE_STORES = {"set_", "resize_", "resize_as_", "_resize_output_"}  # they let go of a block that others may be using
 
 Token = TypeVar("Token")
@@ -59,6 +61,22 @@ class _Mark(NamedTuple, Generic[Token]):
     after: tuple[int, ...]  # what its stream had waited for by then, for each stream
 
 
+class _Block:
+    """Memory that ops of this segment use.
+
+    ``start``, ``end``: which addresses are known to be in it; of a block of this segment's the first alone. ``home``: the
+    stream that allocated it; it stays with that, whoever owns it later. None for memory that was made elsewhere. ``by``,
+    ``at``: the stream that wrote it last, and the number of the op on that stream. ``read``: of each stream, the op that used
+    it last.
+    """
+
+    __slots__ = ("at", "by", "end", "home", "read", "start")
+
+    def __init__(self, start: int, end: int, home: int | None, by: int, at: int, streams: int) -> None:
+        self.start, self.end, self.home, self.by, self.at = start, end, home, by, at
+        self.read = [0] * streams
+
+
 class AuxStreams(Generic[Token]):
     """Which stream each op of one segment runs on, and what it waits for. Stream 0 is the capture stream.
 
@@ -78,19 +96,17 @@ class AuxStreams(Generic[Token]):
         self._after = [[0] * (count + 1), *([-1] + [0] * count for _ in range(count))]
         self._floor = [0] * (count + 1)  # ops of stream 0 that come before whatever an auxiliary stream is given
         self._marks: list[deque[_Mark[Token]]] = [deque(maxlen=_MARKS) for _ in self._all]
-        # Memory that this segment's ops made goes by its first address, other memory by the name that it has outside.
-        self._writer: dict[int, tuple[int, int]] = {}  # the stream that wrote it last, and number of the op on that stream
-        self._readers: list[dict[int, int]] = [{} for _ in self._all]  # of each stream, the op that used it last
-        self._home: dict[int, int] = {}  # the stream that allocated it; the block stays with that, whoever owns it later
-        self._outside = _Outside()
-        self._held: dict[int, tuple[int, Any]] = {}  # storages with their homes, by identity, until all streams are joined
+        # This segment's own, by the addresses of tensors in them. What was at an address last is what is there.
+        self._blocks: dict[int, _Block] = {}
+        self._outside = _Outside(count + 1)
+        self._held: dict[_Block, Any] = {}  # their storages, until all streams are joined
         # Of the op that was entered last: its stream, its operands, and whether it did more than give a result.
-        self._now: tuple[int, Collection[int], bool] = 0, (), True
+        self._now: tuple[int, Collection[_Block], bool] = 0, (), True
         self._set_mark(0)
 
     def enter(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The stream for this op, no view, which waits for all that it has to."""
-        operands: dict[int, Tensor] = {}
+        operands: dict[_Block, Tensor] = {}
         known = self._collect(args, operands)
         if kwargs:
             known = self._collect(kwargs.values(), operands) and known
@@ -102,13 +118,12 @@ class AuxStreams(Generic[Token]):
         self._tail[stream] = now = self._tail[stream] + 1
         if stream:
             self.joined = False
-        home, read = self._home, self._readers[stream]
-        for name, t in operands.items():
-            read[name] = now
-            if home.get(name, stream) != stream:
-                self._hold(name, t)
-        for name in written:
-            self._writer[name] = stream, now
+        for block, t in operands.items():
+            block.read[stream] = now
+            if block.home != stream and block.home is not None:
+                self._hold(block, t)
+        for block in written:
+            block.by, block.at = stream, now
         self._now = stream, operands, bool(written)
         return stream
 
@@ -120,38 +135,52 @@ class AuxStreams(Generic[Token]):
         if not (new or acted or stream):
             self._tail[0] -= 1
 
+    def viewed(self, args: tuple[Any, ...], result: Any) -> None:
+        """A view was made, which runs on no stream."""
+        if not args or not isinstance(args[0], Tensor):
+            return
+        block = self._blocks.get(args[0].data_ptr())
+        if block is not None:
+            for r in (result,) if isinstance(result, Tensor) else result:
+                if address := r.data_ptr():
+                    self._blocks[address] = block
+
     def end(self) -> None:
         """Stream 0 waits for all others, and nothing is held any more."""
         self._join()
         self._held.clear()
-        self._outside = _Outside()
+        self._outside = _Outside(len(self._all))
         self._now = 0, (), True
 
-    def unseen(self) -> None:
-        """Something ran on stream 0 that no op told of, while all were joined: it comes after all that was before, and before
-        all that follows."""
+    def _alone(self, operands: Collection[_Block]) -> int:
+        """On stream 0, after all that was before, and before all that follows."""
+        self._join()
         self._tail[0] += 1
         self._floor = [self._tail[0]] * len(self._tail)
-
-    def _alone(self, operands: dict[int, Tensor]) -> int:
-        self._join()
-        self.unseen()
         self._outside.met = False
         self._now = 0, operands, True
         return 0
 
-    def _note(self, result: Any, stream: int, operands: Collection[int]) -> bool:
+    def _note(self, result: Any, stream: int, operands: Collection[_Block]) -> bool:
         """Memory that is new in a result. Returns whether there is any, or no telling."""
         if isinstance(result, Tensor):
-            address = _torch.address(result)
-            if not address or address in operands:
-                return not address and result.numel() > 0  # a sparse one
-            if address not in self._home and self._outside.known(result):
-                return False
-            self._writer[address] = stream, self._tail[stream]
-            self._home[address] = stream
+            try:
+                address = result.data_ptr()
+            except RuntimeError:  # a sparse one
+                return True
+            if not address:
+                return result.numel() > 0
+            offset = result.storage_offset()
+            start = address - int(offset) * result.itemsize if offset else address
+            for block in operands:
+                if block.start <= start < block.end:
+                    if block.home is not None:
+                        self._blocks[address] = block
+                    return False
+            block = _Block(start, start + 1, stream, stream, self._tail[stream], len(self._all))
+            self._blocks[start] = self._blocks[address] = block
             return True
-        if isinstance(result, list | tuple):
+        if isinstance(result, _LISTS):
             return any([self._note(r, stream, operands) for r in result])
         return True
 
@@ -159,35 +188,42 @@ class AuxStreams(Generic[Token]):
         for s in self._others:
             self._follow(0, s, self._tail[s])
 
-    def _placed(self, product: bool, operands: Collection[int], written: Collection[int]) -> int:
+    def _placed(self, product: bool, operands: Iterable[_Block], written: Iterable[_Block]) -> int:
         """The stream for an op, after all that it needs."""
-        needs: dict[int, int] = {}  # for each stream the last of its ops that this one must come after
-        for name in operands:
-            made = self._writer.get(name)
-            if made is not None and needs.get(made[0], 0) < made[1]:
-                needs[made[0]] = made[1]
-        for name in written:
-            for s in self._all:
-                if (at := self._readers[s].get(name, 0)) > needs.get(s, 0):
+        needs = [0] * len(self._all)  # for each stream the last of its ops that this one must come after
+        for block in operands:
+            if needs[block.by] < block.at:
+                needs[block.by] = block.at
+        for block in written:
+            for s, at in enumerate(block.read):
+                if needs[s] < at:
                     needs[s] = at
         stream = self._chosen(product, needs)
-        for other, at in needs.items():
-            if other != stream:
+        for other, at in enumerate(needs):
+            if other != stream and at:
                 self._follow(stream, other, at)
         if stream:
             self._follow(stream, 0, self._floor[stream])
         return stream
 
-    def _chosen(self, product: bool, needs: dict[int, int]) -> int:
-        after, stream = self._after, 0
-        beside = [s for s, at in needs.items() if s and after[0][s] < at]
-        if len(beside) == 1:
-            mine = after[beside[0]]
-            if len(needs) == 1 or all(mine[s] >= at for s, at in needs.items() if s != beside[0]):
-                stream = beside[0]
+    def _chosen(self, product: bool, needs: list[int]) -> int:
+        reached, tail = self._after[0], self._tail
+        stream, beside = 0, 0
+        for s in self._others:
+            if reached[s] < needs[s]:
+                stream, beside = s, beside + 1
+        if beside:
+            mine = self._after[stream]
+            for s, at in enumerate(needs):
+                if at and s != stream and mine[s] < at:
+                    stream = 0
+                    break
         if product:
-            if self._tail[stream] > needs.get(stream, 0):
-                return next((s for s in self._others if s != stream and after[0][s] >= self._tail[s]), stream)
+            if tail[stream] > needs[stream]:
+                for s in self._others:
+                    if s != stream and reached[s] >= tail[s]:
+                        return s
+                return stream
             self._set_mark(stream)  # for its siblings, which need what it needs, but not this product
         return stream
 
@@ -211,78 +247,97 @@ class AuxStreams(Generic[Token]):
             marks.append(_Mark(at, self._mark(stream), after))
         return marks[-1]
 
-    def _hold(self, name: int, t: Tensor) -> None:
-        """The storage, for a tensor may be given another (``t.data = ...``)."""
-        self._held[_torch.storage_key(t)] = self._home[name], t.untyped_storage()
+    def _hold(self, block: _Block, t: Tensor) -> None:
+        """Its storage, for a tensor may be given another (``t.data = ...``)."""
+        if block not in self._held:
+            self._held[block] = t.untyped_storage()
 
     def _let_go(self) -> None:
         """Of what was held, now that whatever stream 0 is given next is after every use of it."""
         self.joined = True
-        for home, _ in self._held.values():
-            self._floor[home] = self._tail[0] + 1
+        for block in self._held:
+            if block.home is not None:
+                self._floor[block.home] = self._tail[0] + 1
         self._held.clear()
 
-    def _written(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collection[int]:
-        found: dict[int, Tensor] = {}
+    def _written(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collection[_Block]:
+        found: dict[_Block, Tensor] = {}
         self._collect(_torch.written(kind.writes, args, kwargs), found)
         return found
 
-    def _collect(self, values: Iterable[Any], into: dict[int, Tensor]) -> bool:
-        """The tensors among arguments, by the names of their memory. False if the memory of one isn't known."""
-        known, home = True, self._home
+    def _collect(self, values: Iterable[Any], into: dict[_Block, Tensor]) -> bool:
+        """The tensors among arguments, by their memory. False if the memory of one isn't known."""
+        known, blocks = True, self._blocks
         for v in values:
-            if isinstance(v, Tensor):
+            kind = type(v)
+            if kind in _PLAIN:
+                continue
+            if kind is Tensor or isinstance(v, Tensor):
                 try:
-                    address = v.untyped_storage().data_ptr()
+                    block = blocks.get(v.data_ptr()) or self._find(v)
                 except RuntimeError:  # a sparse one
-                    address = 0
-                if address:
-                    into[address if address in home else self._outside.name(v)] = v
+                    block = None
+                if block is not None:
+                    into[block] = v
                 elif v.layout is not torch.strided or v.numel():
                     known = False
-            elif isinstance(v, list | tuple):
+            elif isinstance(v, _LISTS):
                 known = self._collect(v, into) and known
         return known
 
+    def _find(self, t: Tensor) -> _Block | None:
+        """The block of a tensor that isn't known by its address: it came from elsewhere, or is a view that nobody saw made."""
+        block = self._outside.get(t)
+        if block is None and (start := t.untyped_storage().data_ptr()):
+            block = self._blocks.get(start) or self._outside.add(t)
+        return block
+
 
 class _Outside:
-    """Names for memory that was made elsewhere. It is held, and what overlaps has one name.
+    """Memory that was made elsewhere. It is held, and what overlaps is one block.
 
-    ``met``: memory with two names turned out to be one, so what is known of either doesn't count any more.
+    ``met``: two blocks turned out to be one, so what is known of either doesn't count any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, streams: int) -> None:
         self.met = False
-        self._names: dict[int, int] = {}  # by storage
-        self._storages: list[Any] = []
-        self._spans: list[tuple[int, int, int]] = []  # start, end and name, sorted, apart from each other
+        self._streams = streams
+        self._by_tensor: dict[int, tuple[int, _Block, Tensor]] = {}  # with its address: it may be given other memory
+        self._by_storage: dict[int, tuple[_Block, Any]] = {}
+        self._sorted: list[_Block] = []  # by address, apart from each other
+        self._starts: list[int] = []
 
-    def known(self, t: Tensor) -> bool:
-        """Whether ``t``'s storage has a name."""
-        return _torch.storage_key(t) in self._names
+    def get(self, t: Tensor) -> _Block | None:
+        """The block of a tensor that was added; quick."""
+        found = self._by_tensor.get(id(t))
+        return found[1] if found is not None and found[0] == t.data_ptr() else None
 
-    def name(self, t: Tensor) -> int:
-        """The name of ``t``'s memory."""
-        key = _torch.storage_key(t)
-        found = self._names.get(key)
-        if found is None:
-            self._storages.append(t.untyped_storage())
-            found = self._names[key] = self._placed(*_torch.storage_span(t))
-        return found
+    def add(self, t: Tensor) -> _Block:
+        """The block of ``t``."""
+        storage = t.untyped_storage()
+        key = storage._cdata
+        if key not in self._by_storage:
+            start = storage.data_ptr()
+            self._by_storage[key] = self._placed(start, start + storage.nbytes()), storage
+        block = self._by_storage[key][0]
+        self._by_tensor[id(t)] = t.data_ptr(), block, t
+        return block
 
-    def _placed(self, start: int, nbytes: int) -> int:
-        end = start + nbytes
-        last = first = bisect.bisect_left(self._spans, (end,))
-        while first and self._spans[first - 1][1] > start:
+    def _placed(self, start: int, end: int) -> _Block:
+        last = first = bisect.bisect_left(self._starts, end)
+        while first and self._sorted[first - 1].end > start:
             first -= 1
-        over = self._spans[first:last]
-        name = over[0][2] if over else start
+        over = self._sorted[first:last]
+        block = over[0] if over else _Block(start, end, None, 0, 0, self._streams)
+        for other in over:
+            block.end = max(block.end, other.end)
+        block.start, block.end = min(start, block.start), max(end, block.end)
         if len(over) > 1:
             self.met = True
-            merged = {n for _, _, n in over}
-            self._names.update((key, name) for key, n in self._names.items() if n in merged)
-        self._spans[first:last] = [(min([start, *(s for s, _, _ in over)]), max([end, *(e for _, e, _ in over)]), name)]
-        return name
+            self._by_storage.update((k, (block, s)) for k, (b, s) in self._by_storage.items() if b in over)
+            self._by_tensor.update((k, (a, block, t)) for k, (a, b, t) in self._by_tensor.items() if b in over)
+        self._sorted[first:last], self._starts[first:last] = [block], [block.start]
+        return block
 
 
 _kinds: dict[int, Kind] = {}

@@ -35,6 +35,7 @@ class CudaDevice:
         self._pool: CudaPool | None = None
         self._stream: torch.cuda.Stream | None = None
         self._aux: list[torch.cuda.Stream] = []
+        self._between: torch.cuda.Stream | None = None
         self._events: list[Any] = []  # for the edges between streams of a segment; one capture at a time uses them
         self._prepared = _Prepared()
 
@@ -69,13 +70,16 @@ class CudaDevice:
 
     def begin(self, pool: CudaPool, aux_streams: bool = False) -> CudaRecording:
         if aux_streams and raw.has_cuda_runtime():
-            return ForkedRecording(pool, self._aux_streams(), self._events)
+            aux, between = self._aux_streams()
+            return ForkedRecording(pool, aux, between, self._events)
         return CudaRecording(pool)
 
-    def _aux_streams(self) -> list[torch.cuda.Stream]:
-        """The device's auxiliary streams, on which this thread's libraries have what they can't make in a capture."""
+    def _aux_streams(self) -> tuple[list[torch.cuda.Stream], torch.cuda.Stream]:
+        """The device's auxiliary streams, on which this thread's libraries have what they can't make in a capture; and one that
+        nothing runs on."""
         while len(self._aux) < aux_streams.COUNT:
             self._aux.append(raw.private_stream(self.torch_device))
+        self._between = self._between or raw.private_stream(self.torch_device)
         for stream in self._aux:
             with torch.cuda.stream(stream):
                 torch.cuda.current_blas_handle()
@@ -88,7 +92,7 @@ class CudaDevice:
                         torch.nn.functional.linear(a, a, a[0])
                         torch.mm(a, a)
                 stream.synchronize()
-        return self._aux
+        return self._aux, self._between
 
     def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
         return streams.ordered(fn)

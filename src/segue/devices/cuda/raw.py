@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -197,30 +197,30 @@ def has_cuda_runtime() -> bool:
 
 
 class StreamCapture:
-    """The stream capture under way on the current stream, closer than torch lets one see it. Needs cuda-bindings.
+    """The stream capture under way on the first of ``streams``, closer than torch lets one see it. Needs cuda-bindings.
 
-    Its events and waits are raw, so that who watches torch's doesn't take them for the user's.
+    Streams go by their number. Events and waits are raw, so that who watches torch's doesn't take them for the user's.
 
     Args:
-        device: index of the current device.
+        streams: the capture stream, and others that may become part of the capture.
         events: a store of events, which this one uses from the start and adds to.
     """
 
-    def __init__(self, device: int, events: list[Any]) -> None:
+    def __init__(self, streams: Sequence[torch.cuda.Stream], events: list[Any]) -> None:
         self._runtime = runtime = _cuda_runtime()
         self._events, self._used, self._fine = events, 0, runtime.cudaError_t.cudaSuccess
-        self._origin = runtime.cudaStream_t(current_stream(device))
+        self._streams = [runtime.cudaStream_t(s.cuda_stream) for s in streams]
 
-    def reached(self) -> tuple[int, int]:
-        """What tells one point of the stream it began on from another: of the nodes that come last there, how many there are,
-        and the first."""
-        found = self._runtime.cudaStreamGetCaptureInfo(self._origin)
+    def reached(self, stream: int) -> tuple[int, int]:
+        """What tells one point of a stream from another: of the nodes that come last there, how many there are, and the
+        first."""
+        found = self._runtime.cudaStreamGetCaptureInfo(self._streams[stream])
         self._see(found[0])
         nodes = found[4]  # before CUDA 13 no edge data follow them
         return (len(nodes), int(nodes[0])) if nodes else (0, 0)
 
-    def mark(self, stream: torch.cuda.Stream) -> Any:
-        """An event at the point that ``stream`` has reached."""
+    def mark(self, stream: int) -> Any:
+        """An event at the point that a stream has reached."""
         runtime = self._runtime
         if self._used == len(self._events):
             error, made = runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming)
@@ -228,12 +228,12 @@ class StreamCapture:
             self._events.append(made)
         event = self._events[self._used]
         self._used += 1
-        self._see(*runtime.cudaEventRecord(event, runtime.cudaStream_t(stream.cuda_stream)))
+        self._see(*runtime.cudaEventRecord(event, self._streams[stream]))
         return event
 
-    def wait(self, stream: torch.cuda.Stream, event: Any) -> None:
-        """Have what ``stream`` is given next come after ``event``."""
-        self._see(*self._runtime.cudaStreamWaitEvent(self._runtime.cudaStream_t(stream.cuda_stream), event, 0))
+    def wait(self, stream: int, event: Any) -> None:
+        """Have what a stream is given next come after ``event``."""
+        self._see(*self._runtime.cudaStreamWaitEvent(self._streams[stream], event, 0))
 
     def _see(self, error: Any) -> None:
         if error is not self._fine:

@@ -85,6 +85,8 @@ class EmulatedRecording:
             mine = self._record(known, operands, args, kwargs, result, stream)
             if aux is not None:
                 aux.leave(mine)
+            elif self._aux is not None:
+                self._aux.viewed(args, mine)
             return mine
 
     def _opened(self, func: Any, known: Facts, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
