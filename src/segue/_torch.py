@@ -70,6 +70,21 @@ def written(
     return [args[i] for i in positions if i < len(args)] + [kwargs[name] for name in names if name in kwargs]
 
 
+# These give a tensor other memory, and let go of a block that others may be using.
+RE_STORING = {"set_", "resize_", "resize_as_", "_resize_output_"}
+
+
+def tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Tensors among an op's arguments, which nest at most one list deep."""
+    found = []
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, Tensor):
+            found.append(a)
+        elif isinstance(a, list | tuple):
+            found.extend(b for b in a if isinstance(b, Tensor))
+    return found
+
+
 def tensor_at(
     address: int,
     nbytes: int,

@@ -22,7 +22,8 @@ class CaptureError(SegueError):
 
 
 class UnseenWorkError(CaptureError):
-    """A kernel that no op tells of ran while a segment was recorded on several streams: it can only be recorded on one."""
+    """A forward can't be recorded on several streams, but on one: it has kernels that no op tells of, memory that ops share
+    unseen, or runs otherwise each time."""
 
 
 class GraphMemoryError(CaptureError, torch.OutOfMemoryError):

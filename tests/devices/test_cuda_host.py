@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from segue.devices.aux_streams import Step
 from segue.devices.cuda import raw
 from segue.devices.cuda.forked import ForkedRecording
 from segue.devices.cuda.pool import CudaPool
@@ -115,8 +117,13 @@ class Forked:
             self.log.append(f"{str(func).split('.')[1]} on {self.current}")
         return result
 
-    def op(self, func: Any, *args: Any) -> Any:
-        return self.recording.run(func, args, {})
+    def op(self, func: Any, *args: Any, placed: Step | None = None) -> Any:
+        return self.recording.run(func, args, {}, placed)
+
+
+def on(stream: int, *before: tuple[int, int], **more: Any) -> Step:
+    """How an op is recorded: on ``stream``."""
+    return Step(stream, before, **{"release": False, "hold": (), "keep": (), "alone": False} | more)
 
 
 _mm, _sin, _add, _t = (
@@ -127,30 +134,44 @@ _mm, _sin, _add, _t = (
 )
 
 
-def test_ops_are_recorded_on_their_streams_and_between_them_no_stream_of_the_graph_is_current(
+def test_ops_are_recorded_where_they_are_placed_and_between_them_no_stream_of_the_graph_is_current(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     forked, x = Forked(monkeypatch), torch.randn(4, 4)
-    h = forked.op(_sin, x)
-    q = forked.op(_sin, forked.op(_mm, h, x))
-    k = forked.op(_mm, forked.op(_t, h), x)
+    h = forked.op(_sin, x, placed=on(0, (0, -1)))
+    q = forked.op(_mm, h, x, placed=on(0, (0, -1)))
+    k = forked.op(_mm, forked.op(_t, h), x, placed=on(1, (1, 1)))
     assert forked.current == 3
-    forked.op(_add, q, k)
-    forked.op(_mm, h, x)
+    forked.op(_add, q, k, placed=on(0, (1, -1), (0, 2)))
+    forked.op(_mm, h, x, placed=on(1))
     forked.recording.commit()
-    assert forked.log == [
-        "3 waits for 0", "sin on 0", "mm on 0", "sin on 0", "1 waits for 0", "mm on 1", "0 waits for 1", "add on 0",
-        "mm on 1", "0 waits for 1", "0 waits for 3", "committed on 0",
-    ]  # fmt: skip
+    log, joins = forked.log[:7], forked.log[7:-1]
+    assert log == ["3 waits for 0", "sin on 0", "mm on 0", "1 waits for 0", "mm on 1", "0 waits for 1", "add on 0"]
+    assert joins[0] == "mm on 1" and sorted(joins[1:]) == ["0 waits for 1", "0 waits for 3"], "all that was forked is joined"
+    assert forked.log[-1] == "committed on 0"
+
+
+def test_what_one_stream_made_and_another_uses_is_held_as_long_as_it_was_placed_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked = Forked(monkeypatch)
+    x, y, z = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4, 4)
+    gone = [weakref.ref(t.untyped_storage()) for t in (x, y, z)]
+    forked.op(torch.ops.aten.cat.default, [x, y], placed=on(1, hold=(1,), keep=(0,)))
+    forked.op(_sin, z, placed=on(0))
+    del x, y, z
+    assert [ref() is None for ref in gone] == [False, False, True]
+    forked.op(_sin, torch.randn(4), placed=on(0, release=True))
+    assert [ref() is None for ref in gone] == [False, True, True]
+    forked.recording.commit()
+    assert gone[0]() is None
 
 
 def test_a_kernel_that_nobody_saw_is_noticed_at_an_op_that_waits_for_all_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     forked, x = Forked(monkeypatch), torch.randn(4, 4)
-    h = forked.op(_sin, x)
+    h = forked.op(_sin, x, placed=on(0))
     forked.stray = 1
-    forked.op(_mm, h, x)
+    forked.op(_mm, h, x, placed=on(0))
     with pytest.raises(UnseenWorkError, match=r"before .*test_cuda_host.py:\d+.* a kernel that no op tells of"):
-        forked.op(torch.ops.aten.rand_like.default, h)
+        forked.op(torch.ops.aten.rand_like.default, h, placed=on(0, alone=True))
     with pytest.raises(UnseenWorkError, match="in the segment a kernel that no op tells of"):
         forked.recording.commit()
     assert forked.log[-2:] == ["0 waits for 3", "given up on 0"]
@@ -158,14 +179,12 @@ def test_a_kernel_that_nobody_saw_is_noticed_at_an_op_that_waits_for_all_and_at_
 
 def test_an_op_that_fails_leaves_no_stream_of_the_graph_current(monkeypatch: pytest.MonkeyPatch) -> None:
     forked, x = Forked(monkeypatch), torch.randn(4, 4)
-    h = forked.op(_sin, x)
-    forked.op(_mm, h, x)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        forked.op(_mm, h, x[:3])
+        forked.op(_mm, x, x[:3], placed=on(1))
     assert forked.current == 3
     forked.current = 2
     with pytest.raises(UnseenWorkError, match="another stream current"):
-        forked.op(_sin, h)
+        forked.op(_sin, x, placed=on(0))
 
 
 @pytest.mark.parametrize("where", ["enter", "exit"])

@@ -12,7 +12,9 @@ from property.programs import Program, outputs_as
 from property.strategies import BareCase, Call, RunnerCase
 from property.world import MOST_ROWS, WIDTH, Context, World, differs
 from segue.capture import reference_frame
+from segue.capture.tracing import trace_of
 from segue.devices import Device
+from segue.devices.trace import Trace
 from segue.runner import GraphRunner, Input
 
 
@@ -63,6 +65,7 @@ class Bare:
         self.world = World.make(self.place, 1)
         self.pools = [pool_of(device), pool_of(device)]
         self.inputs: dict[int, Tensor] = {}
+        self.programs: dict[int, Program] = {}
         self.captures: dict[int, segue.BreakableCapture] = {}
         self.outs: dict[int, list[Tensor]] = {}
         self.contexts: list[tuple[Context, list[Tensor]]] = []
@@ -85,20 +88,39 @@ class Bare:
         usage = [pool.usage() for pool in self.pools]
         assert not any(u.live or u.reserved for u in usage), f"closed captures leave memory in their pools: {usage}"
 
+    def trace(self, bucket: int, valid: int) -> Trace:
+        """Of the forward without its breaks, which then are left out of this bucket."""
+        program = self.programs[bucket] = self.case.program.without_breaks()
+        self.inputs[bucket].copy_(values(bucket, 7, self.place))
+        state = torch.get_rng_state()
+        before = self.world.clone()
+        with segue.active_forward(self.world.context(7)):
+            stream = self.device.default_stream()
+            found = trace_of(lambda: program.run(self.inputs[bucket], self.world), self.device, self.pools[0], stream, "trace")
+        assert torch.equal(torch.get_rng_state(), state), "a trace leaves nothing behind"
+        compare("a trace leaves nothing behind: world tensor", self.world.tensors(), before.tensors())
+        return found
+
     def capture(self, i: int, bucket: int, valid: int) -> None:
         self.inputs[bucket] = torch.empty(bucket, WIDTH, device=self.place)
+        self.programs[bucket] = self.case.program
         capture = segue.BreakableCapture(
             rows=bucket if self.case.rows else None,
             valid_rows=valid if self.case.rows else None,
             pool=self.pools[self.case.apart >> i & 1],
             device=self.device,
-            aux_streams=bool(self.case.aux >> i & 1),
+            trace=self.trace(bucket, valid) if self.case.aux >> i & 1 else None,
         )
         kept: list[Tensor] = []
+        program = self.programs[bucket]
+
+        def cut(i: int) -> None:
+            if program is not self.case.program and i % 5 == 4:
+                capture.cut()
 
         def run(x: Tensor) -> list[Tensor]:
             with segue.active_forward(self.world.ctx), capture:
-                kept.extend(self.case.program.run(x, self.world))
+                kept.extend(program.run(x, self.world, cut))
             return [t.clone() for t in kept]
 
         self.beside(
@@ -138,7 +160,7 @@ class Bare:
         theirs, ours = apart.context(call.seed), self.world.context(call.seed)
         torch.manual_seed(call.seed)
         with segue.active_forward(theirs), reference_frame(call.bucket if self.case.rows else None, valid):
-            want = [t.clone() for t in self.case.program.run(x_apart, apart)]
+            want = [t.clone() for t in self.programs[call.bucket].run(x_apart, apart)]
         for pool in self.pools:
             pool.poison()
         torch.manual_seed(call.seed)
@@ -152,7 +174,7 @@ class Bare:
             compare(f"{what} aside, an older context's tensor", ctx.tensors(), before)
         if self.case.rows:
             with segue.active_forward(eager.context(call.seed)):
-                eager_agrees(self.case.program, got, call.valid, x_eager, eager, call.seed)
+                eager_agrees(self.programs[call.bucket], got, call.valid, x_eager, eager, call.seed)
 
 
 class Served:

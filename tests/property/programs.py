@@ -8,6 +8,7 @@ that is read only, ``vec`` [3], ``scal`` [], ``void`` [0, 3].
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,10 +120,18 @@ class Program:
             line.what.random if isinstance(line.what, Break) else OPS[line.what.op].jumpy for line in self.lines
         )
 
-    def run(self, x: Tensor, world: World) -> list[Tensor]:
-        """The forward of ``x`` [R, 3], the same in eager, in the reference and while it is captured."""
+    def without_breaks(self) -> Program:
+        """The same with its ops alone."""
+        return Program(tuple(s for s in self.steps if not isinstance(s, Break)), self.results)
+
+    def run(self, x: Tensor, world: World, between: Callable[[int], None] = lambda i: None) -> list[Tensor]:
+        """The forward of ``x`` [R, 3], the same in eager, in the reference and while it is captured.
+
+        ``between``: called before each line with its number.
+        """
         registers: Registers = {0: x, 1: world.rows[: x.shape[0]], 2: world.vec}
-        for line, dead in zip(self.lines, self.kills, strict=True):
+        for i, (line, dead) in enumerate(zip(self.lines, self.kills, strict=True)):
+            between(i)
             operands = [registers[r] for r in line.reads]
             if isinstance(line.what, Break):
                 made = run_break(line.what, operands, world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,9 @@ from segue.devices import Device
 from segue.integrations.transformers import accelerate, names
 from segue.integrations.transformers.trunk import ModelTrunk
 from segue.prime import PrimeGraph
+
+
+_RECORDINGS = 7  # of each kind
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def _row(graphed: Any, prime: PrimeGraph, plain: PrimeGraph, n: int, times: int)
     name = names.cache_name(model.forward)
 
     # Made before the clock starts, as generate() makes one before its forwards; each goes with its call.
-    caches = [names.new_cache(model.config) for _ in range(3 * times + 28)]
+    caches = [names.new_cache(model.config) for _ in range(3 * times + 28 + _RECORDINGS)]
 
     def forward() -> Any:
         with torch.inference_mode():
@@ -111,6 +115,7 @@ def _row(graphed: Any, prime: PrimeGraph, plain: PrimeGraph, n: int, times: int)
     # Of the graph on one stream: kernels that run beside each other take longer each.
     whole, copied = clock.kernels(lambda: run(plain)), clock.kernels(copy)
     busy = None if whole is None or copied is None else whole - copied
+    forwards, recordings, on_one, tracing = _recordings(prime, eager)
     differs = difference(got.logits, want.logits) or difference(got.hidden, want.hidden)
     return {
         "tokens": n,
@@ -127,11 +132,29 @@ def _row(graphed: Any, prime: PrimeGraph, plain: PrimeGraph, n: int, times: int)
         "copied MB": sum(to.numel() * to.element_size() for to, _ in pairs) / 1e6,
         "cut after": str(list(prime.cuts)),
         "streams": "several" if prime.aux_streams else "one",
-        "recording ms": prime.seconds * 1e3,
-        "recording / eager": prime.seconds / taken["eager"],
-        "on one stream / eager": plain.seconds / taken["eager"],
+        "recording ms": recordings * 1e3,
+        "recording / eager": recordings / forwards,
+        "on one stream / eager": on_one / forwards,
+        "tracing / eager": tracing / forwards,
         "prime = reference": differs or "bit for bit",
     }
+
+
+def _recordings(prime: PrimeGraph, eager: Callable[[], object]) -> tuple[float, float, float, float]:
+    """Median seconds, taken in turns: an eager forward, recording ``prime`` as it is, recording it on one stream, and tracing it
+    for the auxiliary ones."""
+    taken: list[list[float]] = [[], [], [], []]
+    for _ in range(_RECORDINGS):
+        taken[0].append(clock.wall(eager))
+        for into, aux_streams in ((taken[1], prime.aux_streams), (taken[2], False)):
+            with PrimeGraph(
+                prime.trunk, prime.bucket, cuts=prime.cuts, aux_streams=aux_streams, device=prime.device
+            ) as again:
+                into.append(again.seconds)
+                if aux_streams:
+                    taken[3].append(again.trace_seconds)
+    eagerly, recording, on_one, tracing = (statistics.median(t) if t else 0.0 for t in taken)
+    return eagerly, recording, on_one, tracing
 
 
 def float32() -> ModelTrunk:

@@ -19,6 +19,7 @@ from segue.capture.program import Program, Step, row_count
 from segue.capture.state import state
 from segue.capture.watch import External, Watch
 from segue.devices import Device, Pool, Recording, Segment
+from segue.devices.trace import Trace
 from segue.errors import CaptureError, GraphMemoryError, ReplayError, SegueError, UsageError
 
 log = logging.getLogger("segue")
@@ -43,7 +44,8 @@ class BreakableCapture:
             what it reaches, so that errors can name it and a parameter that is given other memory is noticed.
         overlap: for who copies the results out before anything else replays. The device may run the first segment while the
             host still looks whether what the others read is where it was; an error leaves nothing but that segment's work.
-        aux_streams: record on auxiliary streams too, where the device can: ops that don't need each other run beside each other.
+        trace: of this very forward (:func:`~segue.capture.tracing.trace_of`), to record on auxiliary streams too where the
+            device can: ops that don't need each other run beside each other.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class BreakableCapture:
         name: str | None = None,
         root: Any = None,
         overlap: bool = False,
-        aux_streams: bool = False,
+        trace: Trace | None = None,
     ) -> None:
         rows = None if rows is None else row_count(rows, "BreakableCapture: rows")
         valid_rows = None if valid_rows is None else row_count(valid_rows, "BreakableCapture: valid_rows")
@@ -71,8 +73,8 @@ class BreakableCapture:
         self._status = "new"
         self._steps: list[Step] = []
         self._graphs: list[Segment] = []
-        self._root, self._overlap, self._aux_streams = root, overlap, aux_streams
-        self._watch = Watch(self.pool, self.name)
+        self._root, self._overlap, self._forked = root, overlap, trace is not None
+        self._watch = Watch(self.pool, self.name, trace)
         self._at_end: list[Callable[[], object]] = []
         self._recording: Recording | None = None
         self._program: Program | None = None
@@ -273,6 +275,7 @@ class BreakableCapture:
 
     def _finish(self) -> Program:
         baked = {path: held for s in self._steps if isinstance(s, Break) for path, held in s.bound.context_tensors.items()}
+        self._watch.settle_traced()
         self._watch.claim()
         self._counts = self.graphs, self.breaks
         ownership = Ownership(self.externals, self._root, baked, self._overlap and self._watch.harmless)
@@ -281,10 +284,8 @@ class BreakableCapture:
     def _begin(self) -> None:
         forget_casts()
         with uninterrupted():
-            recording = self.device.begin(self.pool, self._aux_streams)
-            recording.reenter = self._watch
-            self._recording = self._watch.recording = recording
-            self._watch.segment = len(self._graphs)
+            recording = self._recording = self.device.begin(self.pool, self._forked)
+            self._watch.begin_segment(recording, len(self._graphs))
             self._watch.__enter__()  # type: ignore[no-untyped-call]
             state.phase = "segment"
 

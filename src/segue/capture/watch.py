@@ -7,6 +7,8 @@ code compiled.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 import threading
 import weakref
@@ -21,7 +23,9 @@ from torch import Tensor, is_grad_enabled
 
 from segue import _torch, _where
 from segue.devices import Pool, Recording
-from segue.errors import CaptureError
+from segue.devices.aux_streams import NOTHING, UNKNOWN, TracedOp
+from segue.devices.trace import Following, Trace
+from segue.errors import CaptureError, UnseenWorkError
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 Observer = Callable[[Run, Any, tuple[Any, ...], dict[str, Any]], Any]  # calls the first, and returns what that does
@@ -73,41 +77,62 @@ class _Op:
     """What there is to know of an op ahead of its calls.
 
     ``func``: held, so that its id stays its own. ``plain``: types of arguments that neither are nor hold tensors. ``writes``:
-    positions and names.
+    positions and names. ``restores``: it gives a tensor other memory, which wasn't made for that.
     """
 
     func: Any
     name: str
     plain: set[type]
     writes: tuple[tuple[int, ...], tuple[str, ...]]
+    restores: bool
 
 
 _ops: dict[int, _Op] = {}  # by the id of the function, which is a third of what its hash costs
 
 
 class Watch(_torch.WatchingMode):
-    """Observes the ops of all segments of one capture and passes them to the recording under way."""
+    """Observes the ops of all segments of one capture and passes them to the recording under way.
 
-    def __init__(self, pool: Pool, name: str) -> None:
+    Args:
+        trace: of the same forward, to place its ops on auxiliary streams.
+        into: a new one, to be filled.
+    """
+
+    def __init__(self, pool: Pool, name: str, trace: Trace | None = None, into: Trace | None = None) -> None:
         super().__init__()
         self._name = name
-        self._made: set[int] = set()  # addresses of pool blocks that this capture has written or was seen to allocate
-        self._outside: set[int] = set()  # addresses of externals
-        self._met: dict[int, int] = {}  # the objects that externals hold, with the address each had
+        # Pool blocks that this capture has written or was seen to allocate: where each begins, in the order of their numbers,
+        # and the number of the one that was at an address last, for addresses of tensors in them too.
+        self._starts: list[int] = []
+        self._made: dict[int, int] = {}
         self._before: list[tuple[int, int]] = []  # pool blocks that were alive when it began
         self.externals: dict[int, External] = {}  # by storage
         self._unsure: dict[int, External] = {}  # of these, the ones that may yet turn out to be the pool's
+        self._spans: list[tuple[int, int]] = []  # of each external's memory, in the order of their numbers
+        self._numbers: dict[int, int] = {}  # by storage
+        self._met: dict[int, tuple[int, int, Tensor]] = {}  # by object: address and number
         self.recording: Recording | None = None
         self.segment = 0  # its number
         self.harmless = True  # the first segment has written no external
         self.error: BaseException | None = None  # the first refusal, even if the forward swallowed it
         self.pool = pool
         self._observer = _observing.observer
+        self._following = None if trace is None else Following(trace)
+        self._tracing = into
+        self._numbering = trace is not None or into is not None  # without, which block is at an address doesn't matter
+
+    def begin_segment(self, recording: Recording, number: int) -> None:
+        """Pass what follows to ``recording``."""
+        recording.reenter = self
+        self.recording, self.segment = recording, number
+        if self._following is not None:
+            self._following.begin()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         # What this does for every op is most of what a recording costs: operands in blocks of its own pass by their address.
         op, made = _ops.get(id(func)) or _learn(func), self._made
         plain, kwargs = op.plain, kwargs or {}
+        operands: list[int] = []
         try:
             if is_grad_enabled() and func is not _CAST:
                 _refuse_training(op.name, (args, *kwargs.values()))
@@ -115,54 +140,102 @@ class Watch(_torch.WatchingMode):
                 kind = type(a)
                 if kind is Tensor:
                     try:
-                        if a.data_ptr() in made:
+                        if (number := made.get(a.data_ptr())) is not None:
+                            operands.append(number)
                             continue
                     except RuntimeError:  # it has no storage, as a sparse one
                         pass
                 elif kind in plain:
                     continue
-                self._see(a, op)
+                self._see(a, op, operands)
             if op.writes[0]:
                 self._write(op, args, kwargs)
             if types and any(t.__torch_dispatch__ is not _NO_WRAPPER for t in types):
                 return NotImplemented  # torch asks the subclass, and its inner ops come here one by one
-            assert self.recording is not None
-            if self._observer is None:
-                result = self.recording.run(func, args, kwargs)
-            else:
-                result = self._observer(self.recording.run, func, args, kwargs)
-            self._note_made(result)
-            return result
+            recording = self.recording
+            assert recording is not None
+            if not self._numbering:
+                if self._observer is None:
+                    result = recording.run(func, args, kwargs)
+                else:
+                    result = self._observer(recording.run, func, args, kwargs)
+                if not op.restores:
+                    self._note_made(result, operands)
+                return result
+            return self._traced(recording, op, operands, args, kwargs)
         except CaptureError as e:
             self.error = self.error or e
             raise
 
-    def _see(self, value: Any, op: _Op) -> None:
-        """Hold the tensors in an operand, unless this capture made their memory. By storage: two may lie at one address."""
+    def _traced(
+        self, recording: Recording, op: _Op, operands: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an op while a trace is followed or filled."""
+        func, following = op.func, self._following
+        if recording.shows(func):  # what it does comes here op by op
+            return recording.run(func, args, kwargs)
+        placed = None if following is None else following.step(func, operands)
+        before, told = len(self._starts), False
+        try:
+            if self._observer is None:
+                result = recording.run(func, args, kwargs, placed)
+            else:
+                result = self._observer(functools.partial(recording.run, placed=placed), func, args, kwargs)
+            told = not op.restores and self._note_made(result, operands)
+        finally:  # it counts if it failed, too, and somebody catches that
+            if self._tracing is not None:
+                self._trace(op, operands, args, kwargs, not told or len(self._starts) > before)
+        if following is not None:
+            following.made(len(self._starts))
+        return result
+
+    def _trace(self, op: _Op, operands: list[int], args: tuple[Any, ...], kwargs: dict[str, Any], acts: bool) -> None:
+        assert self._tracing is not None
+        written: list[int] = []
+        for t in _torch.written(op.writes, args, kwargs):
+            self._see(t, op, written)
+        wrote = tuple(n for n in written if n != NOTHING)
+        self._tracing.ops.append(TracedOp(op.func, operands, wrote, len(self._starts), acts or bool(wrote)))
+
+    def _see(self, value: Any, op: _Op, operands: list[int]) -> None:
+        """Number the tensors in an operand, and hold them, unless this capture made their memory. By storage: two may lie at
+        one address."""
         if not isinstance(value, Tensor):
             if isinstance(value, list | tuple):
                 for v in value:
-                    self._see(v, op)
+                    self._see(v, op, operands)
             return
         try:
-            if self._met.get(id(value)) == value.data_ptr():
-                return
-            storage = value.untyped_storage()
-            key = storage._cdata
-            if key in self.externals or not value.numel():
-                return
-            address = storage.data_ptr()
-        except RuntimeError:
-            return  # without storage: a sparse one, or a wrapper, whose inner tensors come next
-        if address in self._made or value.layout is not torch.strided:
+            address = value.data_ptr()
+            known = self._made.get(address)
+            if known is None and (met := self._met.get(id(value))) is not None and met[0] == address:
+                known = met[1]
+            storage = value.untyped_storage() if known is None else None
+            start = storage.data_ptr() if storage is not None else 0
+        except RuntimeError:  # without storage: a sparse one, or a wrapper, whose inner tensors come next
+            operands.append(UNKNOWN)
             return
+        operands.append(self._number(value, storage, start, op) if known is None else known)
+
+    def _number(self, value: Tensor, storage: Any, start: int, op: _Op) -> int:
+        key = storage._cdata
+        number = self._numbers.get(key)
+        if number is not None or not value.numel():
+            return NOTHING if number is None else number
+        number = self._made.get(start)
+        if number is not None:
+            return number
+        if value.layout is not torch.strided:
+            return UNKNOWN
         if self.pool.owns(value, look=False):
             self.prove(value, op.name)
-            return
+            return self._made[start]
         external = External(value.detach(), value, op.name, _where.caller(), self.segment)
         self.externals[key] = self._unsure[key] = external
-        self._met[id(value)] = value.data_ptr()
-        self._outside.add(address)
+        self._spans.append((start, start + storage.nbytes()))
+        number = self._numbers[key] = -len(self._spans)
+        self._met[id(value)] = value.data_ptr(), number, value
+        return number
 
     def settle(self) -> None:
         """At a segment's end: of what it met first, some may lie in memory that the pool has taken since it was looked at.
@@ -174,9 +247,22 @@ class Watch(_torch.WatchingMode):
         for key, external in unsure.items():
             if self.pool.owns(external.tensor):
                 del self.externals[key]
-                del self._met[id(external.seen)]
-                self._outside.discard(_torch.storage_span(external.tensor)[0])
                 self.prove(external.tensor, external.op, external.where)
+
+    def settle_traced(self) -> None:
+        """At the end, where a trace was filled or followed.
+
+        Raises:
+            UnseenWorkError: some memory from outside goes by several numbers.
+        """
+        if not self._numbering:
+            return
+        spans = sorted(self._spans)
+        if any(start < end for (_, end), (start, _) in itertools.pairwise(spans)):
+            raise UnseenWorkError(
+                f"{self._name}: two of the tensors that the forward uses overlap in memory and have storages of their own, so "
+                "that an order between what runs on auxiliary streams can't be told. Record with aux_streams=False."
+            )
 
     def begin(self) -> None:
         """Note what is in the pool already: another capture's outputs, which this one must not read."""
@@ -185,7 +271,7 @@ class Watch(_torch.WatchingMode):
     def allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory of the pool for a hand-off, which a break is about to write."""
         t = self.pool.empty(size, stride, dtype)
-        self._made.add(_torch.storage_span(t)[0])
+        self._add(_torch.storage_span(t)[0])
         return t
 
     def claim(self) -> None:
@@ -197,19 +283,39 @@ class Watch(_torch.WatchingMode):
             del makers[address]
         makers.update({a: (size, self._name) for a, size in alive.items() if a not in before})
 
-    def _note_made(self, result: Any) -> None:
+    def _add(self, start: int) -> int:
+        number = self._made[start] = len(self._starts)
+        self._starts.append(start)
+        return number
+
+    def _note_made(self, result: Any, operands: list[int]) -> bool:
+        """Number the memory that is new in a result: in none of the operands' blocks. False if there is no telling."""
         if isinstance(result, Tensor):
             try:
                 address = result.data_ptr()
             except RuntimeError:
-                return  # it has no storage, as a sparse one
-            if address and address not in self._made:
-                address -= int(result.storage_offset()) * result.itemsize
-                if address not in self._outside:
-                    self._made.add(address)
-        elif isinstance(result, list | tuple):
-            for r in result:
-                self._note_made(r)
+                return False  # it has no storage, as a sparse one
+            if not address:
+                return not result.numel()
+            if address in self._made and not self._numbering:
+                return True
+            offset = result.storage_offset()
+            start = address - int(offset) * result.itemsize if offset else address
+            for n in operands:
+                if n >= 0:
+                    if self._starts[n] == start:
+                        self._made[address] = n
+                        return True
+                elif n > NOTHING:
+                    first, end = self._spans[-1 - n]
+                    if first <= start < end:
+                        return True
+            self._made[start] = self._made[address] = len(self._starts)
+            self._starts.append(start)
+            return True
+        if isinstance(result, list | tuple):
+            return all([self._note_made(r, operands) for r in result])
+        return False
 
     def prove(self, t: Tensor, user: Any, where: str = "") -> None:
         """See that this capture made ``t``'s memory: what another one left in the pool is overwritten without notice.
@@ -221,7 +327,7 @@ class Watch(_torch.WatchingMode):
         if address in self._made:
             return
         if not _inside(address, self._before) and _inside(address, self.pool.blocks()):
-            self._made.add(address)
+            self._add(address)
             return
         maker = next((f"{name} made it" for a, (n, name) in _makers.get(self.pool, {}).items() if a <= address < a + n), None)
         at = where or _where.caller()
@@ -244,7 +350,8 @@ def _learn(func: Any) -> _Op:
     schema = getattr(func, "_schema", None)  # a higher-order op has none
     types = [set(re.findall(r"\w+", str(a.type))) for a in schema.arguments] if schema is not None else [{"Any"}]
     plain = _PLAIN | {list, tuple} if all(t <= _TENSOR or t <= _NUMBERS for t in types) else _PLAIN
-    op = _ops[id(func)] = _Op(func, str(func), plain, _torch.written_arguments(func))
+    restores = schema is not None and schema.name.rpartition("::")[2] in _torch.RE_STORING
+    op = _ops[id(func)] = _Op(func, str(func), plain, _torch.written_arguments(func), restores)
     return op
 
 

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from segue.devices.aux_streams import Step
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -51,14 +53,18 @@ class Segment(Protocol):
 class Recording(Protocol):
     """A segment being recorded. Ends by exactly one of ``commit`` and ``abort``."""
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Step | None = None) -> Any:
         """Run one dispatched op (an ``OpOverload``) while recording it and return what the user's code sees.
 
         Called from the ``__torch_dispatch__`` of the capture's mode, with the mode switched off. ``self.reenter`` (set by
-        the capture before the first op) is that mode, for ops that must be opened to show the ops inside them.
+        the capture before the first op) is that mode, for ops that must be opened to show the ops inside them. ``placed``:
+        how to record it where the segment is on auxiliary streams too; None for views, and for ops that are opened.
         """
 
     reenter: AbstractContextManager[Any]
+
+    def shows(self, func: Any) -> bool:
+        """Whether an op is opened, and not recorded by itself."""
 
     def commit(self) -> Segment:
         """End the recording. The segment has not been launched yet."""
@@ -120,7 +126,7 @@ class Device(Protocol):
     def begin(self, pool: Any, aux_streams: bool = False) -> Recording:
         """Start recording a segment into ``pool``, one of this device's, on the current stream.
 
-        ``aux_streams``: ops that don't need each other may run beside each other, where the device can do that.
+        ``aux_streams``: ops go where they are placed, where the device can do that.
         """
 
     def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:

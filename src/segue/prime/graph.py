@@ -59,7 +59,7 @@ class PrimeGraph:
     With ``SEGUE=off`` in the environment when it is made, nothing is captured and each run is eager.
 
     Raises:
-        UnseenWorkError: ``aux_streams=True``, and the forward launches kernels that no op tells of.
+        UnseenWorkError: ``aux_streams=True``, and the forward launches kernels that no op tells of, or runs otherwise each time.
         CaptureError: the forward reads the host, has a data-dependent shape, or finds no memory.
         UsageError: the trunk doesn't keep to the protocol, is in training mode, or meets a break point.
     """
@@ -133,8 +133,13 @@ class PrimeGraph:
 
     @property
     def seconds(self) -> float:
-        """That the latest recording took, without warm-up and collecting garbage."""
+        """That the latest recording took, without warm-up, tracing and collecting garbage."""
         return self._recorder.seconds
+
+    @property
+    def trace_seconds(self) -> float:
+        """That tracing the forward took, once, for all recordings on auxiliary streams; 0 without any."""
+        return self._recorder.trace_seconds
 
     @property
     def measured(self) -> Mapping[Pattern, float]:

@@ -17,7 +17,9 @@ from segue import _where
 from segue.capture import BreakableCapture, weak_ref_tensor
 from segue.capture.guards import one_capture
 from segue.capture.places import Places
+from segue.capture.tracing import trace_of
 from segue.devices import Device, Pool
+from segue.devices.trace import Trace
 from segue.errors import CaptureError, SegueError, UnseenWorkError, UsageError
 from segue.prime.cuts import Pattern, marks, patterns, pinned, quickest
 from segue.prime.trunk import Trunk
@@ -49,6 +51,8 @@ class Recorder:
         self._root: Prime | Places = root
         self._device, self._pool, self._stream = device, pool, stream
         self.seconds = 0.0  # that the latest recording took
+        self.trace_seconds = 0.0
+        self._trace: Trace | None = None
         self.measured: dict[Pattern, float] = {}  # seconds, where there was a choice and it was measured
         self.results: dict[BreakableCapture, Results] = {}
 
@@ -94,20 +98,28 @@ class Recorder:
             name=self._name,
             root=self._root,
             overlap=True,
-            aux_streams=pattern.aux_streams,
+            trace=self._traced() if pattern.aux_streams else None,
         )
         start = time.perf_counter()
-        with self._named_errors(), torch.inference_mode(), capture:
-            marks.begin(capture, pattern.cuts)
-            try:
-                results = self._run()
-            finally:
-                marks.end()
-            if at_end is not None:
-                capture.at_end(at_end(results))
+        try:
+            with self._named_errors(), torch.inference_mode(), capture:
+                marks.begin(capture, pattern.cuts)
+                try:
+                    results = self._run()
+                finally:
+                    marks.end()
+                if at_end is not None:
+                    capture.at_end(at_end(results))
+        except UnseenWorkError:
+            self._refuse_breaks(capture)  # which were plain calls when it was traced
+            raise
+        self._refuse_breaks(capture)
         # In the pool, results are only needed from a replay to the copy after it, which one turn covers.
         self.results[capture] = tuple(weak_ref_tensor(t) if self._pool.owns(t) else t for t in results)
         self.seconds = time.perf_counter() - start
+        return capture
+
+    def _refuse_breaks(self, capture: BreakableCapture) -> None:
         breaks = capture.breaks
         if breaks:
             capture.close()
@@ -115,7 +127,16 @@ class Recorder:
                 f"{self._name}: the trunk's forward met {breaks} break points. A prime graph has nothing live between "
                 "its segments: call the undecorated functions in the trunk, or capture it with a breakable runner"
             )
-        return capture
+
+    def _traced(self) -> Trace:
+        """The trace of the forward, made once."""
+        if self._trace is None:
+            start = time.perf_counter()
+            with self._named_errors(), torch.inference_mode():
+                marks.begin(None, ())
+                self._trace = trace_of(self._run, self._device, self._pool, self._stream, self._name)
+            self.trace_seconds = time.perf_counter() - start
+        return self._trace
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:

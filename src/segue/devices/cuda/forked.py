@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from segue import _where
-from segue.devices.aux_streams import AuxStreams, kind_of
+from segue import _torch, _where
+from segue.devices.aux_streams import Step
 from segue.devices.cuda import raw
 from segue.devices.cuda.pool import CudaPool
 from segue.devices.cuda.recording import CudaRecording, CudaSegment
@@ -35,9 +35,12 @@ class ForkedRecording(CudaRecording):
         streams = [torch.cuda.current_stream(), *aux, between]
         *self._enter, self._rest = map(raw.current_setter, streams)
         self._between, self._last = between.cuda_stream, len(streams) - 1
+        self._marks: list[Any] = []
+        self._forked = {self._last}  # streams that wait for others, and must be joined
+        self._held: list[Any] = []
+        self._kept: list[Any] = []
         try:
             self._capture = capture = raw.StreamCapture(streams, events)
-            self._aux: AuxStreams[Any] = AuxStreams(len(aux), capture.mark, capture.wait)
             capture.wait(self._last, capture.mark(0))
             self._untouched = capture.reached(self._last)
             self._rest()
@@ -45,26 +48,29 @@ class ForkedRecording(CudaRecording):
             self.abort()
             raise
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kind = kind_of(func)
-        if kind.view:
-            result = super().run(func, args, kwargs)
-            self._aux.viewed(args, result)
-            return result
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Step | None = None) -> Any:
+        if placed is None:
+            return super().run(func, args, kwargs)
         if raw.current_stream(self._device) != self._between:
             raise UnseenWorkError(
                 f"at {_where.caller()} the forward has made another stream current, and a segment on auxiliary streams leaves "
                 "them to segue. Record with aux_streams=False."
             )
-        if kind.alone:
+        if placed.alone:
             self._look(f"before {_where.caller()}")
-        self._enter[self._aux.enter(kind, args, kwargs)]()
+        if placed.before:
+            self._order(placed.before)
+        if placed.release:
+            self._held.clear()
+        if placed.hold or placed.keep:  # the storages, for a tensor may be given another (``t.data = ...``)
+            operands = _torch.tensors(args, kwargs)
+            self._held.extend(operands[i].untyped_storage() for i in placed.hold)
+            self._kept.extend(operands[i].untyped_storage() for i in placed.keep)
+        self._enter[placed.stream]()
         try:
-            result = super().run(func, args, kwargs)
+            return super().run(func, args, kwargs)
         finally:
             self._rest()
-        self._aux.leave(result)
-        return result
 
     def commit(self) -> CudaSegment:
         try:
@@ -80,10 +86,22 @@ class ForkedRecording(CudaRecording):
             self._join()
         super().abort()
 
+    def _order(self, before: Sequence[tuple[int, int]]) -> None:
+        capture, marks = self._capture, self._marks
+        for stream, mark in before:
+            if mark < 0:
+                marks.append(capture.mark(stream))
+            else:
+                capture.wait(stream, marks[mark])
+                if stream:
+                    self._forked.add(stream)
+
     def _join(self) -> None:
         self._enter[0]()
-        self._aux.end()
-        self._capture.wait(0, self._capture.mark(self._last))
+        for stream in self._forked:
+            self._capture.wait(0, self._capture.mark(stream))
+        self._held.clear()
+        self._kept.clear()
 
     def _look(self, when: str) -> None:
         if self._capture.reached(self._last) != self._untouched:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from segue import _torch
+from segue.devices.aux_streams import Step
 from segue.devices.cuda import raw
 from segue.devices.cuda.pool import CudaPool
 from segue.devices.cuda.streams import Seen, observing
@@ -82,7 +83,10 @@ class CudaRecording:
             self.abort()
             raise
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def shows(self, func: Any) -> bool:
+        return False
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Step | None = None) -> Any:
         if kwargs and kwargs.get("generator") is not None:
             self._draws = True
         return _torch.kernel(func)(*args, **kwargs)

@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor
 
 from segue import _torch, _where
-from segue.devices.aux_streams import AuxStreams, kind_of
+from segue.devices.aux_streams import Step as Placed
 from segue.devices.emulator.guard import HostGuard, eager_compiled
 from segue.devices.emulator.pool import EmulatedPool
 from segue.devices.emulator.rules import MEND, Facts, check_arguments, facts, refusal
@@ -38,7 +38,9 @@ class EmulatedRecording:
         self._steps: list[Step] = []
         self._counts = [0] * (1 + aux_streams)  # steps of each stream
         self._waits: list[list[tuple[int, int]]] = [[] for _ in self._counts]  # of each stream's next step
-        self._aux = AuxStreams(aux_streams, self._reached, self._wait) if aux_streams else None
+        self._marks: list[tuple[int, int]] = []
+        self._held: list[Any] = []
+        self._kept: list[Any] = []
         self._externals: dict[int, External] = {}
         self._literals: dict[int, Tensor] = {}  # held, so that no later storage takes over the identity
         self._refused: CaptureError | None = None
@@ -54,14 +56,17 @@ class EmulatedRecording:
         self._guard.enter()
         pool.recording = True
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def shows(self, func: Any) -> bool:
+        return facts(func).opens is not None
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Placed | None = None) -> Any:
         """Run ``func`` and record it.
 
         Raises:
             CaptureError: CUDA could not capture this call. The recording can't be committed any more.
         """
         known = facts(func)
-        operands = _tensors(args, kwargs)
+        operands = _torch.tensors(args, kwargs)
         for t in operands:
             if type(t) not in _PLAIN and type(t).__torch_dispatch__ is not _no_subclass:
                 return NotImplemented
@@ -75,19 +80,12 @@ class EmulatedRecording:
                 for g in (*args, *kwargs.values()):
                     if isinstance(g, Generator):
                         self._save_generator(g)
-            kind = kind_of(func)
-            aux = None if kind.view else self._aux
-            stream = aux.enter(kind, args, kwargs) if aux is not None else 0
+            stream = self._enter(placed, operands) if placed is not None else 0
             result = known.run(*args, **kwargs)
             if known.op == "lift_fresh":
                 self._literals[_torch.storage_key(result)] = result
                 return result
-            mine = self._record(known, operands, args, kwargs, result, stream)
-            if aux is not None:
-                aux.leave(mine)
-            elif self._aux is not None:
-                self._aux.viewed(args, mine)
-            return mine
+            return self._record(known, operands, args, kwargs, result, stream)
 
     def _opened(self, func: Any, known: Facts, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if known.body is not None:
@@ -143,13 +141,19 @@ class EmulatedRecording:
         self._externals.clear()
         self._literals.clear()
 
-    def _reached(self, stream: int) -> tuple[int, int]:
-        if self._waits[stream]:  # nothing has run on it since, and who waits for it waits for those too
-            self._add(Step(_nothing, None, "wait", "", stream))
-        return stream, self._counts[stream]
-
-    def _wait(self, stream: int, mark: tuple[int, int]) -> None:
-        self._waits[stream].append(mark)
+    def _enter(self, placed: Placed, operands: list[Tensor]) -> int:
+        for stream, mark in placed.before:
+            if mark >= 0:
+                self._waits[stream].append(self._marks[mark])
+                continue
+            if self._waits[stream]:  # nothing has run on it since, and who waits for it waits for those too
+                self._add(Step(_nothing, None, "wait", "", stream))
+            self._marks.append((stream, self._counts[stream]))
+        if placed.release:
+            self._held.clear()
+        self._held.extend(operands[i].untyped_storage() for i in placed.hold)
+        self._kept.extend(operands[i].untyped_storage() for i in placed.keep)
+        return placed.stream
 
     def _add(self, step: Step) -> None:
         """``step``, after all that its stream has been told to wait for."""
@@ -159,8 +163,8 @@ class EmulatedRecording:
 
     def _leave(self) -> None:
         self._open = False
-        if self._aux is not None:
-            self._aux.end()
+        self._held.clear()
+        self._kept.clear()
         self._pool.recording = False
         self._guard.leave()
         self._stance.__exit__(None, None, None)
@@ -206,7 +210,7 @@ class EmulatedRecording:
         return _torch.lazy_bits(plain, t)
 
     def _save_written(self, known: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for t in _tensors(tuple(_torch.written(known.writes, args, kwargs)), {}):
+        for t in _torch.tensors(_torch.written(known.writes, args, kwargs), {}):
             address, nbytes = _torch.storage_span(t)
             if not nbytes:
                 continue
@@ -308,17 +312,6 @@ def _joined(stores: list[tuple[tuple[int, ...], Store]]) -> Store | None:
             one(value)
 
     return store
-
-
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Tensors among an op's arguments, which nest at most one list deep."""
-    found = []
-    for a in (*args, *kwargs.values()):
-        if isinstance(a, Tensor):
-            found.append(a)
-        elif isinstance(a, list | tuple):
-            found.extend(b for b in a if isinstance(b, Tensor))
-    return found
 
 
 def _map(bake: Callable[[Tensor], Tensor], value: Any) -> Any:

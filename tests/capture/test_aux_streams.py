@@ -5,30 +5,50 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.devices.conftest import CUDA, Lab
+from tests.devices.conftest import CUDA
 from torch import Tensor
 from torch.nn import functional
 
+import segue
 from segue import _torch
-from segue.devices import Device, aux_streams
-from segue.devices.aux_streams import AuxStreams, kind_of
+from segue.capture import watch
+from segue.capture.tracing import trace_of
+from segue.devices import Device, resolve
+from segue.devices.aux_streams import AuxStreams
+from segue.devices.trace import Trace
 from segue.errors import UnseenWorkError
 
 N = 8
 
 
-class Branching(Lab):
-    """Records on auxiliary streams."""
+class Branching:
+    """Captures on auxiliary streams, in a pool of its own."""
 
-    aux_streams = True
+    def __init__(self, device: Device) -> None:
+        self.device, self.pool = device, device.new_pool()
+        self.captures: list[segue.BreakableCapture] = []
 
     def branch(self, part: Callable[[], Any]) -> Any:
-        """Record ``part`` and launch it. Returns its result."""
-        return self.record(part)[1]
+        """Trace ``part``, capture it and launch it. Returns its result."""
+        trace = trace_of(part, self.device, self.pool, self.device.default_stream(), "branches")
+        capture = segue.BreakableCapture(pool=self.pool, name="branches", root=part, trace=trace)
+        self.captures.append(capture)
+        with capture:
+            return part()
+
+    def launch(self) -> None:
+        """What was captured last, once more."""
+        self.captures[-1].replay()
+        self.device.synchronize()
+
+    def close(self) -> None:
+        for capture in self.captures:
+            capture.close()
 
 
 @pytest.fixture
@@ -39,7 +59,7 @@ def branching(device: Device) -> Any:
     made.close()
 
 
-def matrices(lab: Lab, count: int, seed: int = 0) -> list[Tensor]:
+def matrices(lab: Branching, count: int, seed: int = 0) -> list[Tensor]:
     draw = torch.Generator().manual_seed(seed)
     return [torch.randn(N, N, generator=draw).to(lab.device.torch_device) for _ in range(count)]
 
@@ -68,35 +88,40 @@ def test_a_layer_in_branches_computes_the_same_in_every_order(branching: Branchi
         want = several(x, w, apart)
         cache.fill_(float("nan"))
         branching.pool.poison()
-        branching.launch(branching.segments[0])
+        branching.launch()
         assert torch.equal(y, want) and torch.equal(cache, apart)
 
 
-@pytest.mark.parametrize("edge", ["follow", "hold", "floor", "readers"])
+@pytest.mark.parametrize("edge", ["follow", "hold", "keep", "floor", "readers"])
 def test_an_edge_that_is_missing_shows_on_the_emulator(monkeypatch: pytest.MonkeyPatch, edge: str) -> None:
     """The two orders of the emulator's launches are there to find it."""
-    from segue.devices import resolve
-
+    place, follow = AuxStreams.place, AuxStreams._follow
     if edge == "follow":
-        follow = AuxStreams._follow
         skipped = iter([False] * 3 + [True] * 1000)
         monkeypatch.setattr(AuxStreams, "_follow", lambda *a: None if a[1] == 0 and next(skipped) else follow(*a))
-    elif edge == "hold":
-        monkeypatch.setattr(AuxStreams, "_hold", lambda *a: None)
     elif edge == "floor":
-        monkeypatch.setattr(AuxStreams, "_let_go", lambda self: (setattr(self, "joined", True), self._held.clear()))
-    else:
-        monkeypatch.setattr(aux_streams, "_kinds", {})
+        let_go = AuxStreams._let_go
+
+        def without(self: AuxStreams) -> None:
+            floor = list(self._floor)
+            let_go(self)
+            self._floor = floor
+
+        monkeypatch.setattr(AuxStreams, "_let_go", without)
+    elif edge == "readers":
+        monkeypatch.setattr(watch, "_ops", {})
         monkeypatch.setattr(_torch, "written_arguments", lambda func: ((), ()))
+    else:
+        monkeypatch.setattr(AuxStreams, "place", lambda *a: (step := place(*a)) and step._replace(**{edge: ()}))
     lab = Branching(resolve("emulator"))
     with torch.inference_mode():
-        assert _wrong(lab), f"nothing differs without {edge}"
+        assert _wrong(lab, 200), f"nothing differs without {edge}"
     lab.close()
 
 
-def _wrong(lab: Branching) -> bool:
+def _wrong(lab: Branching, seeds: int = 40) -> bool:
     """Whether any of some random programs replays as it shouldn't."""
-    for seed in range(40):
+    for seed in range(seeds):
         program = _random_program(seed)
         inputs = matrices(lab, 3, seed)
         apart = [t.clone() for t in inputs]
@@ -106,7 +131,7 @@ def _wrong(lab: Branching) -> bool:
             for t, fresh in zip(inputs, matrices(lab, 3, seed), strict=True):
                 t.copy_(fresh)
             lab.pool.poison()
-            lab.launch(lab.segments[-1])
+            lab.launch()
             if not torch.equal(got, want) or not all(map(torch.equal, inputs, apart)):
                 return True
     return False
@@ -121,6 +146,8 @@ def _random_program(seed: int) -> Callable[..., Tensor]:
         for _ in range(40):
             a, b = draw.choice(alive), draw.choice(alive)
             what = draw.randrange(8)
+            if draw.random() < 0.05 and (capture := segue.BreakableCapture.current()) is not None:
+                capture.cut()
             if what < 3:
                 new = (a @ b).tanh()
             elif what == 3:
@@ -148,25 +175,31 @@ def test_random_programs_replay_as_they_ran(branching: Branching) -> None:
 
 
 class Log:
-    """What is asked of a device: events are numbers of ops."""
+    """Places ops one by one. Marks are numbers of ops."""
 
     def __init__(self) -> None:
-        self.counts, self.waits = [0] * 3, [[], [], []]  # type: ignore[var-annotated]
-        self.aux = AuxStreams(2, lambda s: (s, self.counts[s]), lambda s, mark: self.waits[s].append(mark))
+        self.counts, self.waits, self.marks = [0] * 3, [[], [], []], []  # type: ignore[var-annotated]
+        self.trace, self.aux = Trace(), AuxStreams(2, 0)
+        pool: Any = SimpleNamespace(owns=lambda t, look: False, blocks=list)
+        recording: Any = SimpleNamespace(run=lambda func, args, kwargs, placed: func(*args, **kwargs), shows=lambda func: False)
+        self.watch = watch.Watch(pool, "log", into=self.trace)
+        self.watch.begin_segment(recording, 0)
 
-    def run(self, func: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, int, list[tuple[int, int]]]:
+    def run(self, func: Any, *args: Any, **kwargs: Any) -> tuple[Any, int, list[tuple[int, int]]]:
         """The op's result, its stream, and what that stream was told to wait for before it."""
-        kind = kind_of(func)
-        if kind.view:
+        with torch.inference_mode(), self.watch:
             result = func(*args, **kwargs)
-            self.aux.viewed(args, result)
+        step = self.aux.place(self.trace.ops[-1])
+        if step is None:
             return result, 0, []
-        stream = self.aux.enter(kind, args, kwargs)
-        result = func(*args, **kwargs)
-        self.aux.leave(result)
-        self.counts[stream] += 1
-        waited, self.waits[stream] = self.waits[stream], []
-        return result, stream, waited
+        for stream, mark in step.before:
+            if mark < 0:
+                self.marks.append((stream, self.counts[stream]))
+            else:
+                self.waits[stream].append(self.marks[mark])
+        self.counts[step.stream] += 1
+        waited, self.waits[step.stream] = self.waits[step.stream], []
+        return result, step.stream, waited
 
 
 _mm, _sin, _add = torch.ops.aten.mm.default, torch.ops.aten.sin.default, torch.ops.aten.add.Tensor
@@ -188,9 +221,8 @@ def test_products_of_one_operand_start_beside_each_other_and_meet_where_both_are
     assert at == [2, [(0, 1)]]
     _, *at = log.run(_mm, h, w)
     assert at == [0, []]  # no stream is idle
-    assert not log.aux.joined
     _, *at = log.run(_add, k, v)
-    assert at == [0, [(1, 2), (2, 1)]] and log.aux.joined
+    assert at == [0, [(1, 2), (2, 1)]]
 
 
 def test_what_is_no_op_of_torchs_own_runs_alone() -> None:
@@ -266,7 +298,7 @@ def test_what_no_operand_shows_is_ordered_too(branching: Branching, program: Cal
         for t, first in zip(inputs, before, strict=True):
             t.copy_(first)
         branching.pool.poison()
-        branching.launch(branching.segments[0])
+        branching.launch()
         assert all(map(torch.equal, got, want)) and all(map(torch.equal, inputs, apart))
 
 
@@ -284,20 +316,8 @@ def test_random_numbers_are_drawn_in_the_order_of_the_calls(branching: Branching
         torch.manual_seed(seed)
         want = draws()
         torch.manual_seed(seed)
-        branching.launch(branching.segments[0])
+        branching.launch()
         assert torch.equal(got, want)
-
-
-def test_a_stream_that_was_forked_is_joined_even_if_nothing_ran_on_it() -> None:
-    """CUDA refuses to end a capture with a stream that was not joined."""
-    log = Log()
-    x, w = torch.randn(N, N), torch.randn(N, N)
-    h = log.run(_sin, x)[0]
-    log.run(_mm, h, w)
-    _, stream, waited = log.run(_mm, h[:0], w)
-    assert stream == 1 and waited and not log.aux.joined
-    log.aux.end()
-    assert log.waits[0] == [(1, 1)]
 
 
 def test_a_composite_op_that_copies_nothing_is_in_nobodys_way() -> None:
@@ -318,36 +338,70 @@ def test_an_op_that_fills_out_runs_alone_for_the_old_block_may_be_freed_inside_i
     _, stream, _ = log.run(_mm, k, w)
     assert stream == 1, "it stays with its operand"
     _, *at = log.run(torch.ops.aten.sin.out, x, out=k)
-    assert at == [0, [(1, 2)]] and log.aux.joined
+    assert at == [0, [(1, 2)]]
     _, stream, waited = log.run(_mm, h, w)
     assert stream == 1 and waited == [(0, 4)]
 
 
-@pytest.mark.parametrize(
-    ("first", "written", "read"),
-    [([], 0, 1), ([2, 1], 0, 1), ([2, 3], 4, 3)],
-    ids=["the whole, then a half", "two parts, then what both are in", "two parts, then what lies across them"],
-)
-def test_memory_from_outside_that_overlaps_counts_as_one(first: list[int], written: int, read: int) -> None:
-    log = Log()
-    x, w, base = torch.randn(N, N), torch.randn(N, N), torch.zeros(3 * N, N)
+@pytest.mark.parametrize("parts", [[0, 1], [1, 0], [2, 1, 0], [2, 1, 3]])
+def test_memory_from_outside_that_overlaps_is_refused(branching: Branching, parts: list[int]) -> None:
+    """Its order can't be told by storages."""
+    base = torch.zeros(3 * N, N, device=branching.device.torch_device)
     address, row = base.data_ptr(), N * base.element_size()
 
     def rows(start: int, count: int) -> Tensor:
         """A storage of its own over some rows of ``base``."""
         return _torch.tensor_at(address + start * row, count * row, base.dtype, (count, N), (N, 1), 0, base.device)
 
-    parts = [base, rows(2 * N, N), rows(0, N), rows(2 * N - 2, N + 2), rows(N // 2, 2 * N)]
-    for i in first:
-        log.run(_sin, parts[i])
-    h = log.run(_sin, x)[0]
-    log.run(_sin, log.run(_mm, h, w)[0])
-    k, stream, _ = log.run(_mm, h, w)
-    assert stream == 1
-    target = parts[written]
-    _, writer, _ = log.run(torch.ops.aten.copy_.default, target[-N:], k)
-    _, reader, waited = log.run(_sin, parts[read])
-    assert reader == writer or waited, "it reads what was written through another tensor"
+    over = [base, rows(2 * N, N), rows(0, N), rows(N // 2, 2 * N)]
+    branching.branch(lambda: over[2].sin() + over[1].sin())
+    with pytest.raises(UnseenWorkError, match="branches: two of the tensors that the forward uses overlap"):
+        branching.branch(lambda: [over[i].sin() for i in parts])
+
+
+def test_a_forward_that_takes_another_way_than_it_was_traced_on_is_refused(branching: Branching) -> None:
+    x, *w = matrices(branching, 3)
+    before = [x, *w]
+    calls = [0]
+
+    def other_op() -> Tensor:
+        calls[0] += 1
+        return x.sin() @ w[0] if calls[0] < 2 else x.cos() @ w[0]
+
+    def other_memory() -> Tensor:
+        calls[0] += 1
+        h = x.sin()
+        q = h @ w[0]
+        return q @ (h if calls[0] < 2 else q)
+
+    def other_buffer() -> Tensor:
+        calls[0] += 1
+        return (x @ w[0]) @ w[calls[0] % 2]
+
+    def more() -> Tensor:
+        calls[0] += 1
+        y = x @ w[0]
+        return y if calls[0] < 2 else y + 1
+
+    for part in (other_op, other_memory, other_buffer, more):
+        calls[0] = 0
+        with pytest.raises(UnseenWorkError, match=r"at .*test_aux_streams.py:\d+.* is not what the forward did there"):
+            branching.branch(part)
+    assert all(map(torch.equal, before, matrices(branching, 3)))
+    assert torch.equal(branching.branch(lambda: x + 1), x + 1)
+
+
+def test_buffers_that_take_turns_without_changing_who_shares_memory_are_followed(branching: Branching) -> None:
+    x, *w = matrices(branching, 3)
+    calls = [0]
+
+    def alternates() -> Tensor:
+        calls[0] += 1
+        return (x @ w[calls[0] % 2]).sin()
+
+    got = branching.branch(alternates)
+    branching.launch()
+    assert torch.equal(got, (x @ w[0]).sin())
 
 
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
