@@ -106,7 +106,7 @@ class Forked:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[0])
         monkeypatch.setattr(CudaRecording, "__init__", lambda recording, pool: setattr(recording, "_device", 0))
         monkeypatch.setattr(CudaRecording, "run", lambda recording, func, args, kwargs: self.launch(func, args))
-        monkeypatch.setattr(CudaRecording, "commit", lambda recording: self.log.append(f"committed on {self.current}"))
+        monkeypatch.setattr(CudaRecording, "commit", lambda recording, at_once: self.log.append(f"committed on {self.current}"))
         monkeypatch.setattr(CudaRecording, "abort", lambda recording: self.log.append(f"given up on {self.current}"))
         pool: Any = None
         self.recording = ForkedRecording(pool, streams[1:3], streams[3], [])

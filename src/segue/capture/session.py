@@ -73,6 +73,7 @@ class BreakableCapture:
         self._status = "new"
         self._steps: list[Step] = []
         self._graphs: list[Segment] = []
+        self._put_off: list[Segment] = []  # not launched yet
         self._root, self._overlap, self._forked = root, overlap, trace is not None
         self._watch = Watch(self.pool, self.name, trace)
         self._at_end: list[Callable[[], object]] = []
@@ -207,7 +208,7 @@ class BreakableCapture:
         if state.capture is not self or state.phase != "segment":
             raise UsageError(f"{self.name}: cut() belongs inside its `with`, outside breaks")
         try:
-            self._end()
+            self._end(launch=False)
             self._begin()
         except BaseException as e:
             self._error = self._error or e
@@ -289,19 +290,23 @@ class BreakableCapture:
             self._watch.__enter__()  # type: ignore[no-untyped-call]
             state.phase = "segment"
 
-    def _end(self) -> None:
-        """Commit the segment and launch it: breaks must see what it computes."""
+    def _end(self, launch: bool = True) -> None:
+        """Commit the segment, and launch it with those before it: breaks must see what they compute."""
         recording = self._recording
         if recording is None:
             return
         with uninterrupted():
             self._leave_watch()
-            segment = recording.commit()
+            segment = recording.commit(at_once=launch)
             self._recording = None
             self._steps.append(segment)
             self._graphs.append(segment)
             self._watch.settle()
-            segment.launch()
+            self._put_off.append(segment)
+            if launch:
+                for each in self._put_off:
+                    each.launch()
+                self._put_off.clear()
 
     def _abandon(self) -> None:
         recording = self._recording

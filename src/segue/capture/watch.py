@@ -227,12 +227,19 @@ class Watch(_torch.WatchingMode):
             return number
         if value.layout is not torch.strided:
             return UNKNOWN
-        if self.pool.owns(value, look=False):
+        span = start, start + storage.nbytes()
+        twin = self._following.twin(len(self._spans), value, span) if self._following is not None else None
+        if twin is not None:
+            external = External(twin.tensor, value, twin.op, twin.where, self.segment)
+        elif self.pool.owns(value, look=False):
             self.prove(value, op.name)
             return self._made[start]
-        external = External(value.detach(), value, op.name, _where.caller(), self.segment)
+        else:
+            external = External(value.detach(), value, op.name, _where.caller(), self.segment)
         self.externals[key] = self._unsure[key] = external
-        self._spans.append((start, start + storage.nbytes()))
+        if self._tracing is not None:
+            self._tracing.externals.append((external, span))
+        self._spans.append(span)
         number = self._numbers[key] = -len(self._spans)
         self._met[id(value)] = value.data_ptr(), number, value
         return number

@@ -66,8 +66,11 @@ class Recording(Protocol):
     def shows(self, func: Any) -> bool:
         """Whether an op is opened, and not recorded by itself."""
 
-    def commit(self) -> Segment:
-        """End the recording. The segment has not been launched yet."""
+    def commit(self, at_once: bool = True) -> Segment:
+        """End the recording. The segment has not been launched yet.
+
+        ``at_once=False``: that will not be before others have been recorded, and part of the work may be done beside that.
+        """
 
     def abort(self) -> None:
         """End the recording and forget it. Never raises, and leaves the stream not capturing."""

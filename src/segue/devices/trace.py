@@ -17,10 +17,14 @@ _AT_ONCE = 64  # in a loop of its own the interpreter takes half of the time tha
 
 
 class Trace:
-    """The ops of a forward, in order."""
+    """The ops of a forward, in order.
+
+    ``externals``: what it used from elsewhere, in the order of its numbers, with where its memory begins and ends.
+    """
 
     def __init__(self) -> None:
         self.ops: list[TracedOp] = []
+        self.externals: list[tuple[Any, tuple[int, int]]] = []  # each has the object that was used as ``seen``
         self._plans: dict[int, tuple[AuxStreams, list[Step | None]]] = {}  # by the op that a segment begins with
 
     def steps(self, start: int) -> Iterator[Step | None]:
@@ -58,6 +62,13 @@ class Following:
             raise self._lost(func)
         self._at = at + 1
         return next(self._steps)
+
+    def twin(self, number: int, used: Any, span: tuple[int, int]) -> Any:
+        """What the trace knows of ``used``, which is number ``number`` of what came from elsewhere; None if that was another."""
+        externals = self._trace.externals
+        if number < len(externals) and externals[number][0].seen is used and externals[number][1] == span:
+            return externals[number][0]
+        return None
 
     def made(self, blocks: int) -> None:
         """The op has run, and the forward has made so many blocks by now.

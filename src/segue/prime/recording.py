@@ -75,9 +75,12 @@ class Recorder:
         ways = [pinned(cuts, marked)] if cuts is not None else patterns(marked)
         choices = [aux_streams] if aux_streams is not None else [True, False]
         if not self._device.traits.timing or (len(ways) == 1 and len(choices) == 1):
-            pattern = Pattern(ways[0], choices[0])
-            return pattern, self.record(pattern)
+            best = Pattern(ways[0], choices[0])
+            capture = self.record(best)
+            self._trace = None  # it holds what it met
+            return best, capture
         best, capture, self.measured = quickest(ways, choices, self.record, self._device)
+        self._trace = None
         self.results = {capture: self.results[capture]}
         shown = ", ".join(f"{pattern} {seconds * 1e3:.3f} ms" for pattern, seconds in self.measured.items())
         log.info("segue: %s is cut after %s: %s", self._name, best, shown)

@@ -72,14 +72,14 @@ class ForkedRecording(CudaRecording):
         finally:
             self._rest()
 
-    def commit(self) -> CudaSegment:
+    def commit(self, at_once: bool = True) -> CudaSegment:
         try:
             self._look("in the segment")
             self._join()
         except BaseException:
             self.abort()
             raise
-        return super().commit()
+        return super().commit(at_once)
 
     def abort(self) -> None:
         with contextlib.suppress(Exception):

@@ -32,13 +32,10 @@ def end_recording(graph: torch.cuda.CUDAGraph) -> None:
         graph.capture_end()
 
 
-def finish_graph(graph: torch.cuda.CUDAGraph) -> bool:
-    """End the recording and instantiate the graph, unless it has no nodes. Returns whether it is empty."""
+def end_graph(graph: torch.cuda.CUDAGraph) -> bool:
+    """End the recording. Returns whether the graph is empty: such a one can't be instantiated."""
     end_recording(graph)
-    if _node_count(graph) == 0:
-        return True
-    graph.instantiate()
-    return False
+    return _node_count(graph) == 0
 
 
 def graph_launcher(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:

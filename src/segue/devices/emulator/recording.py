@@ -100,7 +100,7 @@ class EmulatedRecording:
         self._refused = self._refused or error
         return error
 
-    def commit(self) -> EmulatedSegment:
+    def commit(self, at_once: bool = True) -> EmulatedSegment:
         """End the recording.
 
         Raises:
