@@ -16,11 +16,10 @@ from torch.nn import functional
 
 import segue
 from segue import _torch
-from segue.capture import watch
+from segue.capture import tracing, watch
 from segue.capture.tracing import trace_of
 from segue.devices import Device, resolve
 from segue.devices.aux_streams import AuxStreams
-from segue.devices.trace import Trace
 from segue.errors import UnseenWorkError
 
 N = 8
@@ -179,17 +178,17 @@ class Log:
 
     def __init__(self) -> None:
         self.counts, self.waits, self.marks = [0] * 3, [[], [], []], []  # type: ignore[var-annotated]
-        self.trace, self.aux = Trace(), AuxStreams(2, 0)
+        self.aux = AuxStreams(2, 0)
         pool: Any = SimpleNamespace(owns=lambda t, look: False, blocks=list)
-        recording: Any = SimpleNamespace(run=lambda func, args, kwargs, placed: func(*args, **kwargs), shows=lambda func: False)
-        self.watch = watch.Watch(pool, "log", into=self.trace)
+        recording: Any = SimpleNamespace(run=lambda func, args, kwargs: func(*args, **kwargs), shows=lambda func: False)
+        self.watch = tracing._Tracing(pool, "log")
         self.watch.begin_segment(recording, 0)
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> tuple[Any, int, list[tuple[int, int]]]:
         """The op's result, its stream, and what that stream was told to wait for before it."""
         with torch.inference_mode(), self.watch:
             result = func(*args, **kwargs)
-        step = self.aux.place(self.trace.ops[-1])
+        step = self.aux.place(self.watch.trace.ops[-1])
         if step is None:
             return result, 0, []
         for stream, mark in step.before:

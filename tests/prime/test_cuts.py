@@ -129,3 +129,45 @@ def test_a_bare_capture_may_be_cut_inside_its_block_only(device: Device) -> None
     assert y.tolist() == [11.0] * 4
     with pytest.raises(segue.SegueError, match=r"bare: cut\(\) belongs inside its `with`"):
         capture.cut()
+
+
+def test_a_break_after_cuts_sees_what_all_segments_before_it_computed(device: Device) -> None:
+    seen: list[list[float]] = []
+
+    @segue.break_point
+    def look(y: torch.Tensor) -> None:
+        seen.append(y.tolist())
+
+    x = torch.arange(3.0, device=device.torch_device)
+    with torch.inference_mode(), segue.BreakableCapture(device=device) as capture:
+        y = x * 2
+        capture.cut()
+        y = y + 1
+        capture.cut()
+        look(y)
+    x.fill_(4)
+    capture.replay()
+    assert seen == [[1.0, 3.0, 5.0], [9.0] * 3]
+    capture.close()
+
+
+def test_a_capture_that_fails_after_a_cut_leaves_the_pool_as_it_was(device: Device) -> None:
+    pool = device.new_pool()
+    x = torch.arange(3.0, device=device.torch_device)
+    for _ in range(2):
+        failing = segue.BreakableCapture(pool=pool)
+        with torch.inference_mode(), pytest.raises(ValueError, match="no more"), failing:
+            y = x.sin()
+            failing.cut()
+            y = y @ y
+            raise ValueError("no more")
+        with torch.inference_mode(), segue.BreakableCapture(pool=pool) as capture:
+            y = x * 2
+            capture.cut()
+            y = y + 1
+        capture.replay()
+        assert y.tolist() == [1.0, 3.0, 5.0]
+        capture.close()
+        del y
+    device.synchronize()
+    assert not pool.usage().reserved

@@ -12,10 +12,12 @@ from torch import Tensor
 
 import segue
 from prime.prompts import prompt
+from segue.capture.tracing import trace_of
 from segue.check import dense
 from segue.check.caches import difference
 from segue.devices import Device
 from segue.errors import UnseenWorkError
+from segue.prime import recording
 from segue.prime.cuts import Pattern
 from segue.prime.recording import Recorder
 from segue.prime.strategy import PrimeStrategy
@@ -217,6 +219,30 @@ def test_a_bucket_with_kernels_that_nobody_sees_is_recorded_on_one_stream(
         for _ in range(2):
             assert torch.equal(runner(x, ctx=Forward(dense_trunk, [7])), want)
         assert used[-1] is False and runner.stats.replayed
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_buckets_share_a_trace_as_long_as_they_do_the_same_ops(
+    device: Device, dense_trunk: Any, monkeypatch: pytest.MonkeyPatch, alike: bool
+) -> None:
+    forward, traced = dense_trunk.forward, []
+
+    def more_in_a_small_bucket(x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
+        hidden: Tensor = forward(x, cu_seqlens, cache)
+        return hidden if alike or x.shape[0] > 8 else hidden.sin()
+
+    monkeypatch.setattr(dense_trunk, "forward", more_in_a_small_bucket)
+    monkeypatch.setattr(recording, "trace_of", lambda run, *args: (traced.append(run), trace_of(run, *args))[1])
+    strategies = [PrimeStrategy(dense_trunk, fresh, cuts=[], aux_streams=True), Breakable()]
+    inputs = {"x": Input(token_dim=0, pad=0.0)}
+    with GraphRunner(lambda x: live(x) * 1, inputs=inputs, buckets=[8, 16], strategies=strategies, device=device) as runner:
+        for n in (16, 7):
+            x = _x(dense_trunk, n, device=device)
+            want = runner(x, ctx=Forward(dense_trunk, [n]))
+            for _ in range(2):
+                assert torch.equal(runner(x, ctx=Forward(dense_trunk, [n])), want)
+        assert runner.stats.captured and not runner.stats.eager
+    assert len(traced) == (1 if alike else 2)
 
 
 def test_cuts_that_are_no_marks_of_the_trunk_are_refused_as_in_a_prime_graph(device: Device, dense_trunk: Any) -> None:

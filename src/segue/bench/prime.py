@@ -18,7 +18,6 @@ from segue.integrations.transformers import accelerate, names
 from segue.integrations.transformers.trunk import ModelTrunk
 from segue.prime import PrimeGraph
 
-
 _RECORDINGS = 7  # of each kind
 
 

@@ -17,6 +17,7 @@ from segue.capture.guards import forget_casts, one_capture, still, tuned_kernel,
 from segue.capture.ownership import Ownership
 from segue.capture.program import Program, Step, row_count
 from segue.capture.state import state
+from segue.capture.tracing import Following
 from segue.capture.watch import External, Watch
 from segue.devices import Device, Pool, Recording, Segment
 from segue.devices.trace import Trace
@@ -75,7 +76,7 @@ class BreakableCapture:
         self._graphs: list[Segment] = []
         self._put_off: list[Segment] = []  # not launched yet
         self._root, self._overlap, self._forked = root, overlap, trace is not None
-        self._watch = Watch(self.pool, self.name, trace)
+        self._watch = Watch(self.pool, self.name) if trace is None else Following(self.pool, self.name, trace)
         self._at_end: list[Callable[[], object]] = []
         self._recording: Recording | None = None
         self._program: Program | None = None
@@ -276,7 +277,7 @@ class BreakableCapture:
 
     def _finish(self) -> Program:
         baked = {path: held for s in self._steps if isinstance(s, Break) for path, held in s.bound.context_tensors.items()}
-        self._watch.settle_traced()
+        self._watch.finish()
         self._watch.claim()
         self._counts = self.graphs, self.breaks
         ownership = Ownership(self.externals, self._root, baked, self._overlap and self._watch.harmless)

@@ -8,7 +8,6 @@ code compiled.
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 import threading
 import weakref
@@ -23,9 +22,8 @@ from torch import Tensor, is_grad_enabled
 
 from segue import _torch, _where
 from segue.devices import Pool, Recording
-from segue.devices.aux_streams import NOTHING, UNKNOWN, TracedOp
-from segue.devices.trace import Following, Trace
-from segue.errors import CaptureError, UnseenWorkError
+from segue.devices.aux_streams import NOTHING, UNKNOWN, Step
+from segue.errors import CaptureError
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 Observer = Callable[[Run, Any, tuple[Any, ...], dict[str, Any]], Any]  # calls the first, and returns what that does
@@ -73,7 +71,7 @@ _makers: weakref.WeakKeyDictionary[Pool, dict[int, tuple[int, str]]] = weakref.W
 
 
 @dataclass(frozen=True, slots=True)
-class _Op:
+class Op:
     """What there is to know of an op ahead of its calls.
 
     ``func``: held, so that its id stays its own. ``plain``: types of arguments that neither are nor hold tensors. ``writes``:
@@ -87,18 +85,17 @@ class _Op:
     restores: bool
 
 
-_ops: dict[int, _Op] = {}  # by the id of the function, which is a third of what its hash costs
+_ops: dict[int, Op] = {}  # by the id of the function, which is a third of what its hash costs
 
 
 class Watch(_torch.WatchingMode):
     """Observes the ops of all segments of one capture and passes them to the recording under way.
 
-    Args:
-        trace: of the same forward, to place its ops on auxiliary streams.
-        into: a new one, to be filled.
+    Memory goes by number, so that the same memory can be told from one pass of a forward to the next
+    (:mod:`segue.devices.aux_streams`).
     """
 
-    def __init__(self, pool: Pool, name: str, trace: Trace | None = None, into: Trace | None = None) -> None:
+    def __init__(self, pool: Pool, name: str) -> None:
         super().__init__()
         self._name = name
         # Pool blocks that this capture has written or was seen to allocate: where each begins, in the order of their numbers,
@@ -117,16 +114,16 @@ class Watch(_torch.WatchingMode):
         self.error: BaseException | None = None  # the first refusal, even if the forward swallowed it
         self.pool = pool
         self._observer = _observing.observer
-        self._following = None if trace is None else Following(trace)
-        self._tracing = into
-        self._numbering = trace is not None or into is not None  # without, which block is at an address doesn't matter
+        self._record: Callable[..., Any] = _no_recording
 
     def begin_segment(self, recording: Recording, number: int) -> None:
         """Pass what follows to ``recording``."""
         recording.reenter = self
         self.recording, self.segment = recording, number
-        if self._following is not None:
-            self._following.begin()
+        self._record = recording.run if self._observer is None else _observed(self._observer, recording)
+
+    def finish(self) -> None:
+        """At the end, before the capture counts as whole. Raises a CaptureError if it doesn't."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         # What this does for every op is most of what a recording costs: operands in blocks of its own pass by their address.
@@ -152,52 +149,19 @@ class Watch(_torch.WatchingMode):
                 self._write(op, args, kwargs)
             if types and any(t.__torch_dispatch__ is not _NO_WRAPPER for t in types):
                 return NotImplemented  # torch asks the subclass, and its inner ops come here one by one
-            recording = self.recording
-            assert recording is not None
-            if not self._numbering:
-                if self._observer is None:
-                    result = recording.run(func, args, kwargs)
-                else:
-                    result = self._observer(recording.run, func, args, kwargs)
-                if not op.restores:
-                    self._note_made(result, operands)
-                return result
-            return self._traced(recording, op, operands, args, kwargs)
+            return self._run(op, operands, args, kwargs)
         except CaptureError as e:
             self.error = self.error or e
             raise
 
-    def _traced(
-        self, recording: Recording, op: _Op, operands: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run an op while a trace is followed or filled."""
-        func, following = op.func, self._following
-        if recording.shows(func):  # what it does comes here op by op
-            return recording.run(func, args, kwargs)
-        placed = None if following is None else following.step(func, operands)
-        before, told = len(self._starts), False
-        try:
-            if self._observer is None:
-                result = recording.run(func, args, kwargs, placed)
-            else:
-                result = self._observer(functools.partial(recording.run, placed=placed), func, args, kwargs)
-            told = not op.restores and self._note_made(result, operands)
-        finally:  # it counts if it failed, too, and somebody catches that
-            if self._tracing is not None:
-                self._trace(op, operands, args, kwargs, not told or len(self._starts) > before)
-        if following is not None:
-            following.made(len(self._starts))
+    def _run(self, op: Op, operands: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Have an op recorded, whose operands have been looked at."""
+        result = self._record(op.func, args, kwargs)
+        if not op.restores and not (type(result) is Tensor and result.data_ptr() in self._made):
+            self._note_made(result, operands)
         return result
 
-    def _trace(self, op: _Op, operands: list[int], args: tuple[Any, ...], kwargs: dict[str, Any], acts: bool) -> None:
-        assert self._tracing is not None
-        written: list[int] = []
-        for t in _torch.written(op.writes, args, kwargs):
-            self._see(t, op, written)
-        wrote = tuple(n for n in written if n != NOTHING)
-        self._tracing.ops.append(TracedOp(op.func, operands, wrote, len(self._starts), acts or bool(wrote)))
-
-    def _see(self, value: Any, op: _Op, operands: list[int]) -> None:
+    def _see(self, value: Any, op: Op, operands: list[int]) -> None:
         """Number the tensors in an operand, and hold them, unless this capture made their memory. By storage: two may lie at
         one address."""
         if not isinstance(value, Tensor):
@@ -217,7 +181,7 @@ class Watch(_torch.WatchingMode):
             return
         operands.append(self._number(value, storage, start, op) if known is None else known)
 
-    def _number(self, value: Tensor, storage: Any, start: int, op: _Op) -> int:
+    def _number(self, value: Tensor, storage: Any, start: int, op: Op) -> int:
         key = storage._cdata
         number = self._numbers.get(key)
         if number is not None or not value.numel():
@@ -228,21 +192,21 @@ class Watch(_torch.WatchingMode):
         if value.layout is not torch.strided:
             return UNKNOWN
         span = start, start + storage.nbytes()
-        twin = self._following.twin(len(self._spans), value, span) if self._following is not None else None
-        if twin is not None:
-            external = External(twin.tensor, value, twin.op, twin.where, self.segment)
-        elif self.pool.owns(value, look=False):
+        external = self._external(value, span, op)
+        if external is None:
             self.prove(value, op.name)
             return self._made[start]
-        else:
-            external = External(value.detach(), value, op.name, _where.caller(), self.segment)
         self.externals[key] = self._unsure[key] = external
-        if self._tracing is not None:
-            self._tracing.externals.append((external, span))
         self._spans.append(span)
         number = self._numbers[key] = -len(self._spans)
         self._met[id(value)] = value.data_ptr(), number, value
         return number
+
+    def _external(self, value: Tensor, span: tuple[int, int], op: Op) -> External | None:
+        """What to hold of a tensor that is used for the first time; None if it is in the pool, as far as is known."""
+        if self.pool.owns(value, look=False):
+            return None
+        return External(value.detach(), value, op.name, _where.caller(), self.segment)
 
     def settle(self) -> None:
         """At a segment's end: of what it met first, some may lie in memory that the pool has taken since it was looked at.
@@ -255,21 +219,6 @@ class Watch(_torch.WatchingMode):
             if self.pool.owns(external.tensor):
                 del self.externals[key]
                 self.prove(external.tensor, external.op, external.where)
-
-    def settle_traced(self) -> None:
-        """At the end, where a trace was filled or followed.
-
-        Raises:
-            UnseenWorkError: some memory from outside goes by several numbers.
-        """
-        if not self._numbering:
-            return
-        spans = sorted(self._spans)
-        if any(start < end for (_, end), (start, _) in itertools.pairwise(spans)):
-            raise UnseenWorkError(
-                f"{self._name}: two of the tensors that the forward uses overlap in memory and have storages of their own, so "
-                "that an order between what runs on auxiliary streams can't be told. Record with aux_streams=False."
-            )
 
     def begin(self) -> None:
         """Note what is in the pool already: another capture's outputs, which this one must not read."""
@@ -304,8 +253,6 @@ class Watch(_torch.WatchingMode):
                 return False  # it has no storage, as a sparse one
             if not address:
                 return not result.numel()
-            if address in self._made and not self._numbering:
-                return True
             offset = result.storage_offset()
             start = address - int(offset) * result.itemsize if offset else address
             for n in operands:
@@ -344,7 +291,7 @@ class Watch(_torch.WatchingMode):
             "outside graphs, or give the captures pools of their own."
         )
 
-    def _write(self, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _write(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for t in _tensors(_torch.written(op.writes, args, kwargs)):
             if t.layout is torch.strided:
                 external = self.externals.get(_torch.storage_key(t))
@@ -353,12 +300,23 @@ class Watch(_torch.WatchingMode):
                     self.harmless = self.harmless and self.segment > 0
 
 
-def _learn(func: Any) -> _Op:
+def _no_recording(*_: Any) -> Any:
+    raise AssertionError("an op was seen between two segments")
+
+
+def _observed(observer: Observer, recording: Recording) -> Callable[..., Any]:
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Step | None = None) -> Any:
+        return observer(functools.partial(recording.run, placed=placed), func, args, kwargs)
+
+    return run
+
+
+def _learn(func: Any) -> Op:
     schema = getattr(func, "_schema", None)  # a higher-order op has none
     types = [set(re.findall(r"\w+", str(a.type))) for a in schema.arguments] if schema is not None else [{"Any"}]
     plain = _PLAIN | {list, tuple} if all(t <= _TENSOR or t <= _NUMBERS for t in types) else _PLAIN
     restores = schema is not None and schema.name.rpartition("::")[2] in _torch.RE_STORING
-    op = _ops[id(func)] = _Op(func, str(func), plain, _torch.written_arguments(func), restores)
+    op = _ops[id(func)] = Op(func, str(func), plain, _torch.written_arguments(func), restores)
     return op
 
 

@@ -114,6 +114,7 @@ class PrimeGraph:
             marked = self._recorder.warm()
             self._inputs.offsets.check(self.name)
             self._pattern, self._capture = self._recorder.best(cuts, aux_streams, marked)
+            self._recorder.take_trace()
             self._inputs.look_at(self._capture)
 
     @property

@@ -42,12 +42,21 @@ class Recorder:
     Args:
         run: the forward over fixed memory, to tensors.
         root: where the names of what it reads are looked for.
+        like: the trace of a forward that probably does the same ops, of another bucket; if this one doesn't, it is traced
+            itself.
     """
 
     def __init__(
-        self, run: Callable[[], Results], root: Prime, device: Device, pool: Pool, stream: Any, name: str
+        self,
+        run: Callable[[], Results],
+        root: Prime,
+        device: Device,
+        pool: Pool,
+        stream: Any,
+        name: str,
+        like: Trace | None = None,
     ) -> None:
-        self._run, self._prime, self._name = run, root, name
+        self._run, self._prime, self._name, self._like = run, root, name, like
         self._root: Prime | Places = root
         self._device, self._pool, self._stream = device, pool, stream
         self.seconds = 0.0  # that the latest recording took
@@ -66,6 +75,13 @@ class Recorder:
         self._root = Places(self._prime)  # which each recording would look for again
         return marked
 
+    def take_trace(self) -> Trace | None:
+        """The trace that was followed last, if any, for another bucket's recorder. It holds nothing any more."""
+        found, self._trace = self._trace, None
+        if found is not None:
+            found.externals.clear()
+        return found
+
     def best(self, cuts: Sequence[int] | None, aux_streams: bool | None, marked: int) -> tuple[Pattern, BreakableCapture]:
         """Record as pinned, or as is quickest, where the device can measure.
 
@@ -77,10 +93,8 @@ class Recorder:
         if not self._device.traits.timing or (len(ways) == 1 and len(choices) == 1):
             best = Pattern(ways[0], choices[0])
             capture = self.record(best)
-            self._trace = None  # it holds what it met
             return best, capture
         best, capture, self.measured = quickest(ways, choices, self.record, self._device)
-        self._trace = None
         self.results = {capture: self.results[capture]}
         shown = ", ".join(f"{pattern} {seconds * 1e3:.3f} ms" for pattern, seconds in self.measured.items())
         log.info("segue: %s is cut after %s: %s", self._name, best, shown)
@@ -93,15 +107,25 @@ class Recorder:
         can replay in the pool.
 
         Raises:
-            CaptureError: the forward can't be in a graph. UsageError: it met a break point.
+            CaptureError: the forward can't be in a graph. UnseenWorkError: not on auxiliary streams. UsageError: it met a
+                break point.
         """
+        if not pattern.aux_streams:
+            return self._record(pattern, None, at_end)
+        borrowed = self._trace is None and self._like is not None
+        if self._trace is None:
+            self._trace = self._like or self._traced()
+        try:
+            return self._record(pattern, self._trace, at_end)
+        except UnseenWorkError:
+            if not borrowed:
+                raise
+        self._trace = self._traced()
+        return self._record(pattern, self._trace, at_end)
+
+    def _record(self, pattern: Pattern, trace: Trace | None, at_end: AtEnd | None) -> BreakableCapture:
         capture = BreakableCapture(
-            pool=self._pool,
-            stream=self._stream,
-            name=self._name,
-            root=self._root,
-            overlap=True,
-            trace=self._traced() if pattern.aux_streams else None,
+            pool=self._pool, stream=self._stream, name=self._name, root=self._root, overlap=True, trace=trace
         )
         start = time.perf_counter()
         try:
@@ -132,14 +156,12 @@ class Recorder:
             )
 
     def _traced(self) -> Trace:
-        """The trace of the forward, made once."""
-        if self._trace is None:
-            start = time.perf_counter()
-            with self._named_errors(), torch.inference_mode():
-                marks.begin(None, ())
-                self._trace = trace_of(self._run, self._device, self._pool, self._stream, self._name)
-            self.trace_seconds = time.perf_counter() - start
-        return self._trace
+        start = time.perf_counter()
+        with self._named_errors(), torch.inference_mode():
+            marks.begin(None, ())
+            found = trace_of(self._run, self._device, self._pool, self._stream, self._name)
+        self.trace_seconds = time.perf_counter() - start
+        return found
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from segue import _torch
 from segue.capture import BreakableCapture, current_forward_ctx
+from segue.devices.trace import Trace
 from segue.errors import ReplayError, UnseenWorkError
 from segue.prime.body import Offsets
 from segue.prime.copyout import CopyOut
@@ -54,6 +55,7 @@ class PrimeStrategy:
         self.trunk, self.requests, self.cuts, self.aux_streams = trunk, requests, cuts, aux_streams
         self._pinned_streams = aux_streams is not None
         self._fresh, self._x, self._most_rows = fresh, x, most_rows
+        self._trace: Trace | None = None  # of the last bucket
         self._programs: weakref.WeakSet[_Captured] = weakref.WeakSet()
         self._shared: weakref.ref[_Shared] | None = None  # goes with the last graph that fills it
 
@@ -117,7 +119,7 @@ class PrimeStrategy:
             return (self.trunk.forward(x, filling.offsets.cu_seqlens, filling.scratch),)
 
         root = Prime(self.trunk, filling.scratch, (x, filling.offsets))
-        recorder = Recorder(run, root, job.pool.device, job.pool, job.stream, filling.name)
+        recorder = Recorder(run, root, job.pool.device, job.pool, job.stream, filling.name, like=self._trace)
         marked = recorder.warm()
         filling.offsets.check(filling.name)
         if (self.cuts is None or self.aux_streams is None) and job.pool.device.traits.timing:
@@ -140,6 +142,7 @@ class PrimeStrategy:
             if self._pinned_streams:
                 raise
             capture = recorder.record(pattern._replace(aux_streams=False), at_end)
+        self._trace = recorder.take_trace() or self._trace
         program = _Captured(capture, filling, job.tokens)
         self._programs.add(program)
         return program
