@@ -421,6 +421,28 @@ def test_kernels_that_no_op_tells_of_are_refused(branching: Branching) -> None:
 
 
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
+@pytest.mark.parametrize(("lent", "message"), [(False, "4 kernels and copies, and the forward had 3"), (True, "no op tells of")])
+def test_a_kernel_that_came_after_the_trace_is_noticed(branching: Branching, lent: bool, message: str) -> None:
+    x, w, out = matrices(branching, 3)
+    calls = [0]
+
+    def forward() -> None:
+        calls[0] += 1
+        h = x.sin()
+        if calls[0] > 1:
+            with _torch.dispatch_modes_off():
+                out.add_(1)
+        out.copy_(h @ w)
+
+    trace = trace_of(forward, branching.device, branching.pool, branching.device.default_stream(), "branches")
+    if lent:
+        trace.lend()
+    with pytest.raises(UnseenWorkError, match=message), segue.BreakableCapture(pool=branching.pool, root=forward, trace=trace):
+        forward()
+    assert torch.equal(branching.branch(lambda: x + 1), x + 1)
+
+
+@pytest.mark.parametrize("device", [CUDA], indirect=True)
 def test_a_forward_with_streams_of_its_own_is_refused(branching: Branching) -> None:
     x, w = matrices(branching, 2)
     side = torch.cuda.Stream()

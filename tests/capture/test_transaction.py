@@ -14,6 +14,7 @@ from torch import Tensor
 
 import segue
 from segue.devices import Device
+from segue.devices.protocol import Kind
 
 pytestmark = pytest.mark.usefixtures("inference")
 
@@ -342,11 +343,11 @@ def test_an_error_when_a_segment_begins_or_ends_leaves_everything_as_it_was(
         out = plus_one(x * 2) * 1
     begin, begun = device.begin, []
 
-    def broken_begin(pool: object, aux_streams: bool = False) -> object:
+    def broken_begin(pool: object, kind: Kind) -> object:
         begun.append(pool)
         if step == "begin" and len(begun) == 2:
             raise RuntimeError("no more segments")
-        recording = begin(pool, aux_streams)
+        recording = begin(pool, kind)
         if step == "commit" and len(begun) == 2:
             commit = recording.commit
 
@@ -403,8 +404,8 @@ def test_an_interrupt_while_the_first_segment_begins_leaves_nothing_on(device: D
     x = torch.ones(4, device=device.torch_device)
     begin = device.begin
 
-    def interrupted(pool: object, aux_streams: bool = False) -> object:
-        recording = begin(pool, aux_streams)
+    def interrupted(pool: object, kind: Kind) -> object:
+        recording = begin(pool, kind)
         signal.raise_signal(signal.SIGINT)
         return recording
 

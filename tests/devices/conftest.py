@@ -30,8 +30,6 @@ class Passing(_torch.WatchingMode):
 class Lab:
     """A device with a pool of its own, and the few lines that a capture needs."""
 
-    aux_streams = False
-
     def __init__(self, device: Device, pool: Pool | None = None) -> None:
         self.device = device
         self.pool = device.new_pool() if pool is None else pool
@@ -48,7 +46,7 @@ class Lab:
         with self.pool.turn(), self.device.session(self.pool, self.device.default_stream()):
             for part in parts:
                 mode = Passing()
-                recording = mode.recording = self.device.begin(self.pool, self.aux_streams)
+                recording = mode.recording = self.device.begin(self.pool)
                 recording.reenter = mode
                 try:
                     with mode:

@@ -49,16 +49,20 @@ class Ownership:
         overlap: bool,
     ) -> None:
         places = root if isinstance(root, Places) else Places(root)
-        if places is root and not all(places.of(e.tensor) for e in externals):
+        found = [places.of(e.tensor) for e in externals]
+        if places is root and None in found:
             places.look_again()
+            found = [places.of(e.tensor) for e in externals]
+        if places.compiled:
+            externals = [*externals, *_unwatched(externals, places)]
+            found = [*found, *(places.of(e.tensor) for e in externals[len(found) :])]
         contexts = ContextMap(state.ctx)
         named: list[tuple[Place, External]] = []
         self.unnamed: list[External] = []
         self._context: list[tuple[str, Callable[[Any], Any], int, External | None]] = [
             (path, get, t.data_ptr(), None) for path, (get, t) in context_tensors.items()
         ]
-        for external in [*externals, *(_unwatched(externals, places) if places.compiled else ())]:
-            place = places.of(external.tensor)
+        for external, place in zip(externals, found, strict=True):
             if place is not None:
                 named.append((place, external))
             elif paths := contexts.find_memory(external.tensor):
@@ -111,7 +115,8 @@ class _Look:
         self._keys = [*(place.key for place, _ in self._items), *range(len(loose))]
         self._pointers = self._pointers_now()
         self._links = [(link, link.get()) for link in _links(place for place, _ in named)]
-        tables = {id(link.holder): link.holder for link, child in self._links if _is_modules(link.holder)}
+        holders = {id(link.holder): link.holder for link, _ in self._links}
+        tables = {key: holder for key, holder in holders.items() if _is_modules(holder)}
         self._tables = list(tables.values())
         self._snapshots = [dict(table) for table in self._tables]
         self._rest = [(link, child) for link, child in self._links if id(link.holder) not in tables]

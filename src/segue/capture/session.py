@@ -20,6 +20,7 @@ from segue.capture.state import state
 from segue.capture.tracing import Following
 from segue.capture.watch import External, Watch
 from segue.devices import Device, Pool, Recording, Segment
+from segue.devices.protocol import Kind
 from segue.devices.trace import Trace
 from segue.errors import CaptureError, GraphMemoryError, ReplayError, SegueError, UsageError
 
@@ -75,7 +76,8 @@ class BreakableCapture:
         self._steps: list[Step] = []
         self._graphs: list[Segment] = []
         self._put_off: list[Segment] = []  # not launched yet
-        self._root, self._overlap, self._forked = root, overlap, trace is not None
+        self._root, self._overlap = root, overlap
+        self._kind: Kind = "plain" if trace is None else "forked and traced" if trace.size is None else "forked"
         self._watch = Watch(self.pool, self.name) if trace is None else Following(self.pool, self.name, trace)
         self._at_end: list[Callable[[], object]] = []
         self._recording: Recording | None = None
@@ -286,7 +288,7 @@ class BreakableCapture:
     def _begin(self) -> None:
         forget_casts()
         with uninterrupted():
-            recording = self._recording = self.device.begin(self.pool, self._forked)
+            recording = self._recording = self.device.begin(self.pool, self._kind)
             self._watch.begin_segment(recording, len(self._graphs))
             self._watch.__enter__()  # type: ignore[no-untyped-call]
             state.phase = "segment"
@@ -297,6 +299,7 @@ class BreakableCapture:
         if recording is None:
             return
         with uninterrupted():
+            self._watch.end_segment()
             self._leave_watch()
             segment = recording.commit(at_once=launch)
             self._recording = None

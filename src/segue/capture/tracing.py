@@ -31,11 +31,12 @@ def trace_of(run: Callable[[], object], device: Device, pool: Pool, stream: Any,
         with one_capture, still(), pool.turn(), device.session(pool, stream):
             watch.begin()
             forget_casts()
-            recording = device.begin(pool)
+            recording = device.begin(pool, "traced")
             try:
                 watch.begin_segment(recording, 0)
                 with watch:
                     run()
+                watch.end_segment()
                 watch.finish()
             finally:
                 with uninterrupted():
@@ -76,6 +77,10 @@ class _Tracing(Watch):
             self.trace.externals.append((found, span))
         return found
 
+    def end_segment(self) -> None:
+        assert self.recording is not None
+        self.trace.size = self.recording.size()
+
     def finish(self) -> None:
         _check_apart(self._spans, self._name)
 
@@ -87,10 +92,15 @@ class Following(Watch):
         super().__init__(pool, name)
         self._trace, self._ops, self._at = trace, [*trace.ops, _END], 0
         self._steps: Iterator[Step | None] = iter(())
+        self._size = 0  # of all segments so far
 
     def begin_segment(self, recording: Recording, number: int) -> None:
         super().begin_segment(recording, number)
         self._steps = self._trace.steps(self._at)
+
+    def end_segment(self) -> None:
+        assert self.recording is not None
+        self._size += self.recording.size()
 
     def _run(self, op: Op, operands: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self.recording is not None
@@ -117,10 +127,15 @@ class Following(Watch):
     def finish(self) -> None:
         """
         Raises:
-            UnseenWorkError: the forward ended before its trace, or tensors overlap that didn't when it was traced.
+            UnseenWorkError: the forward ended before its trace, or recorded more, or tensors overlap that didn't.
         """
         if self._at < len(self._trace.ops):
             raise self._lost(self._ops[self._at].func)
+        if self._trace.size is not None and self._size != self._trace.size:
+            raise UnseenWorkError(
+                f"{self._name}: the segments have {self._size} kernels and copies, and the forward had {self._trace.size} when "
+                "it was traced for auxiliary streams: some come from no op. Record with aux_streams=False."
+            )
         _check_apart(self._spans, self._name)
 
     def _lost(self, func: Any) -> UnseenWorkError:

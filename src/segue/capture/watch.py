@@ -122,6 +122,9 @@ class Watch(_torch.WatchingMode):
         self.recording, self.segment = recording, number
         self._record = recording.run if self._observer is None else _observed(self._observer, recording)
 
+    def end_segment(self) -> None:
+        """What was passed on is whole. Raises a CaptureError if it isn't as it should be."""
+
     def finish(self) -> None:
         """At the end, before the capture counts as whole. Raises a CaptureError if it doesn't."""
 

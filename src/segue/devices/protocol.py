@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ class PoolUsage:
 
     reserved: int  # taken from the device for this pool
     live: int  # of these, in blocks that some tensor owns right now
+
+
+Kind = Literal["plain", "traced", "forked", "forked and traced"]
 
 
 class Segment(Protocol):
@@ -65,6 +68,13 @@ class Recording(Protocol):
 
     def shows(self, func: Any) -> bool:
         """Whether an op is opened, and not recorded by itself."""
+
+    def size(self) -> int:
+        """How much has been recorded so far: the same for the same ops, however they were placed.
+
+        Raises:
+            UnseenWorkError: of a traced one, something was recorded that no op told of.
+        """
 
     def commit(self, at_once: bool = True) -> Segment:
         """End the recording. The segment has not been launched yet.
@@ -126,10 +136,11 @@ class Device(Protocol):
     def session(self, pool: Any, stream: Any) -> AbstractContextManager[None]:
         """Around a whole capture: on the capture stream, after the caller's work; the caller's stream goes on after it."""
 
-    def begin(self, pool: Any, aux_streams: bool = False) -> Recording:
+    def begin(self, pool: Any, kind: Kind = "plain") -> Recording:
         """Start recording a segment into ``pool``, one of this device's, on the current stream.
 
-        ``aux_streams``: ops go where they are placed, where the device can do that.
+        ``kind``: "forked", ops go where they are placed; "traced", nothing is recorded but by ops; where the device can see to
+        that.
         """
 
     def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:

@@ -17,13 +17,21 @@ _AT_ONCE = 64  # in a loop of its own the interpreter takes half of the time tha
 class Trace:
     """The ops of a forward, in order.
 
-    ``externals``: what it used from elsewhere, in the order of its numbers, with where its memory begins and ends.
+    ``size``: how much a recording of it holds; None once it counts for other forwards that do the same ops. ``externals``: what
+    it used from elsewhere, in the order of its numbers, with where its memory begins and ends.
     """
 
     def __init__(self) -> None:
         self.ops: list[TracedOp] = []
+        self.size: int | None = None
         self.externals: list[tuple[Any, tuple[int, int]]] = []  # each has the object that was used as ``seen``
         self._plans: dict[int, tuple[AuxStreams, list[Step | None]]] = {}  # by the op that a segment begins with
+
+    def lend(self) -> Trace:
+        """For a forward that probably does the same ops, with other kernels. It holds nothing any more."""
+        self.size = None
+        self.externals.clear()
+        return self
 
     def steps(self, start: int) -> Iterator[Step | None]:
         """How to record the ops of a segment that begins with op number ``start``, in order. Views have no step."""

@@ -76,11 +76,9 @@ class Recorder:
         return marked
 
     def take_trace(self) -> Trace | None:
-        """The trace that was followed last, if any, for another bucket's recorder. It holds nothing any more."""
+        """The trace that was followed last, if any, for another bucket's recorder."""
         found, self._trace = self._trace, None
-        if found is not None:
-            found.externals.clear()
-        return found
+        return None if found is None else found.lend()
 
     def best(self, cuts: Sequence[int] | None, aux_streams: bool | None, marked: int) -> tuple[Pattern, BreakableCapture]:
         """Record as pinned, or as is quickest, where the device can measure.

@@ -14,7 +14,7 @@ from segue.devices.cuda import raw, streams
 from segue.devices.cuda.forked import ForkedRecording
 from segue.devices.cuda.pool import CudaPool, session_books
 from segue.devices.cuda.recording import CudaRecording
-from segue.devices.protocol import Traits
+from segue.devices.protocol import Kind, Traits
 from segue.errors import UsageError
 
 
@@ -35,7 +35,6 @@ class CudaDevice:
         self._pool: CudaPool | None = None
         self._stream: torch.cuda.Stream | None = None
         self._aux: list[torch.cuda.Stream] = []
-        self._between: torch.cuda.Stream | None = None
         self._events: list[Any] = []  # for the edges between streams of a segment; one capture at a time uses them
         self._prepared = _Prepared()
 
@@ -68,18 +67,16 @@ class CudaDevice:
             finally:
                 caller.wait_stream(stream)
 
-    def begin(self, pool: CudaPool, aux_streams: bool = False) -> CudaRecording:
-        if aux_streams and raw.has_cuda_runtime():
-            aux, between = self._aux_streams()
-            return ForkedRecording(pool, aux, between, self._events)
-        return CudaRecording(pool)
+    def begin(self, pool: CudaPool, kind: Kind = "plain") -> CudaRecording:
+        if kind == "plain" or not raw.has_cuda_runtime():
+            return CudaRecording(pool)
+        aux = self._aux_streams() if kind != "traced" else ()
+        return ForkedRecording(pool, aux, self._events, looks=kind != "forked")
 
-    def _aux_streams(self) -> tuple[list[torch.cuda.Stream], torch.cuda.Stream]:
-        """The device's auxiliary streams, on which this thread's libraries have what they can't make in a capture; and one that
-        nothing runs on."""
+    def _aux_streams(self) -> list[torch.cuda.Stream]:
+        """The device's auxiliary streams, on which this thread's libraries have what they can't make in a capture."""
         while len(self._aux) < aux_streams.COUNT:
             self._aux.append(raw.private_stream(self.torch_device))
-        self._between = self._between or raw.private_stream(self.torch_device)
         for stream in self._aux:
             with torch.cuda.stream(stream):
                 torch.cuda.current_blas_handle()
@@ -92,7 +89,7 @@ class CudaDevice:
                         torch.nn.functional.linear(a, a, a[0])
                         torch.mm(a, a)
                 stream.synchronize()
-        return self._aux, self._between
+        return self._aux
 
     def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
         return streams.ordered(fn)

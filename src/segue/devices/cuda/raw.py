@@ -193,6 +193,19 @@ def has_cuda_runtime() -> bool:
     return _cuda_runtime() is not None
 
 
+def captured_nodes(device: int) -> int:
+    """How many nodes the stream capture under way on the current stream has by now; 0 without cuda-bindings."""
+    runtime = _cuda_runtime()
+    if runtime is None:
+        return 0
+    found = runtime.cudaStreamGetCaptureInfo(runtime.cudaStream_t(current_stream(device)))
+    nodes = runtime.cudaGraphGetNodes(found[3])
+    for error in (found[0], nodes[0]):
+        if error is not runtime.cudaError_t.cudaSuccess:
+            raise _failure(error, "the nodes of a capture were counted")
+    return int(nodes[-1])
+
+
 class StreamCapture:
     """The stream capture under way on the first of ``streams``, closer than torch lets one see it. Needs cuda-bindings.
 

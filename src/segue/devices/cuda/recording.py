@@ -104,6 +104,9 @@ class CudaRecording:
     def shows(self, func: Any) -> bool:
         return False
 
+    def size(self) -> int:
+        return raw.captured_nodes(self._device)
+
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Step | None = None) -> Any:
         if kwargs and kwargs.get("generator") is not None:
             self._draws = True

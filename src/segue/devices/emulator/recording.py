@@ -59,6 +59,9 @@ class EmulatedRecording:
     def shows(self, func: Any) -> bool:
         return facts(func).opens is not None
 
+    def size(self) -> int:
+        return sum(step.run is not _nothing for step in self._steps)
+
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Placed | None = None) -> Any:
         """Run ``func`` and record it.
 
