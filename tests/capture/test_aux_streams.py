@@ -20,6 +20,7 @@ from segue.capture import tracing, watch
 from segue.capture.tracing import trace_of
 from segue.devices import Device, resolve
 from segue.devices.aux_streams import AuxStreams
+from segue.devices.trace import Trace
 from segue.errors import UnseenWorkError
 
 N = 8
@@ -181,7 +182,7 @@ class Log:
         self.aux = AuxStreams(2, 0)
         pool: Any = SimpleNamespace(owns=lambda t, look: False, blocks=list)
         recording: Any = SimpleNamespace(run=lambda func, args, kwargs: func(*args, **kwargs), shows=lambda func: False)
-        self.watch = tracing._Tracing(pool, "log")
+        self.watch = tracing._Tracing(pool, "log", Trace())
         self.watch.begin_segment(recording, 0)
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> tuple[Any, int, list[tuple[int, int]]]:

@@ -19,13 +19,16 @@ from segue.errors import UnseenWorkError
 _END = TracedOp(None, [], (), 0, False)
 
 
-def trace_of(run: Callable[[], object], device: Device, pool: Pool, stream: Any, name: str) -> Trace:
-    """Record ``run`` as one segment, note its ops, and give the segment up: nothing of it stays.
+def trace_of(
+    run: Callable[[], object], device: Device, pool: Pool, stream: Any, name: str, into: Trace | None = None
+) -> Trace:
+    """Record ``run`` as one segment, note its ops (in ``into``), and give the segment up: nothing of it stays.
 
     Raises:
         CaptureError: ``run`` can't be in a graph. UnseenWorkError: which memory its ops share can't be told.
     """
-    watch, token = _Tracing(pool, name), object()
+    found, token = Trace() if into is None else into, object()
+    watch = _Tracing(pool, name, found)
     pool.attach(token)
     try:
         with one_capture, still(), pool.turn(), device.session(pool, stream):
@@ -44,15 +47,15 @@ def trace_of(run: Callable[[], object], device: Device, pool: Pool, stream: Any,
                     forget_casts()
     finally:
         pool.retire(token, ())
-    return watch.trace
+    return found
 
 
 class _Tracing(Watch):
     """Fills :attr:`trace`."""
 
-    def __init__(self, pool: Pool, name: str) -> None:
+    def __init__(self, pool: Pool, name: str, trace: Trace) -> None:
         super().__init__(pool, name)
-        self.trace = Trace()
+        self.trace = trace
 
     def _run(self, op: Op, operands: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self.recording is not None
@@ -110,7 +113,7 @@ class Following(Watch):
         if traced.func is not op.func or traced.operands != operands:
             raise self._lost(op.func)
         self._at += 1
-        result = self._record(op.func, args, kwargs, next(self._steps))
+        result = self._record(op.func, args, kwargs, self._step(op))
         if not op.restores:
             self._note_made(result, operands)
         if len(self._starts) != traced.made:
@@ -137,6 +140,12 @@ class Following(Watch):
                 "it was traced for auxiliary streams: some come from no op. Record with aux_streams=False."
             )
         _check_apart(self._spans, self._name)
+
+    def _step(self, op: Op) -> Step | None:
+        try:
+            return next(self._steps)
+        except StopIteration:  # it should have been cut by now
+            raise self._lost(op.func) from None
 
     def _lost(self, func: Any) -> UnseenWorkError:
         return UnseenWorkError(

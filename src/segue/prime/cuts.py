@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from segue.capture import BreakableCapture
 from segue.devices import Device
+from segue.devices.trace import Trace
 from segue.errors import UnseenWorkError, UsageError
 
 _RUNS, _WARM = 9, 3
@@ -35,14 +36,17 @@ class Marks(threading.local):
     met: int = 0
     chosen: frozenset[int] = frozenset()
     capture: BreakableCapture | None = None  # the one being recorded
+    trace: Trace | None = None  # or the trace being filled
 
-    def begin(self, capture: BreakableCapture | None, chosen: Iterable[int]) -> None:
-        """Count from 0 and cut ``capture`` at the marks ``chosen``."""
-        self.met, self.chosen, self.capture = 0, frozenset(chosen), capture
+    def begin(
+        self, capture: BreakableCapture | None = None, chosen: Iterable[int] = (), trace: Trace | None = None
+    ) -> None:
+        """Count from 0 and cut ``capture`` at the marks ``chosen``, or note in ``trace`` where all of them are."""
+        self.met, self.chosen, self.capture, self.trace = 0, frozenset(chosen), capture, trace
 
     def end(self) -> int:
         """Stop cutting. Returns how many marks there were."""
-        self.capture = None
+        self.capture = self.trace = None
         return self.met
 
 
@@ -52,6 +56,8 @@ marks = Marks()
 def cut_here() -> None:
     """Mark a place where a prime graph may be cut: between two layers. Does nothing outside a prime capture."""
     marks.met += 1
+    if marks.trace is not None:
+        marks.trace.marks.append(len(marks.trace.ops))
     capture = marks.capture
     if capture is not None and capture is BreakableCapture.current() and marks.met in marks.chosen:
         capture.cut()

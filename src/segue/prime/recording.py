@@ -69,7 +69,7 @@ class Recorder:
         """Run the forward eagerly on the capture stream, as libraries set themselves up there. Returns its marks."""
         gc.collect()  # old graphs in reference cycles go now, not while another is being recorded
         with one_capture, self._pool.turn(), self._device.session(self._pool, self._stream), torch.inference_mode():
-            marks.begin(None, ())
+            marks.begin()
             self._run()
             marked = marks.end()
         self._root = Places(self._prime)  # which each recording would look for again
@@ -122,6 +122,8 @@ class Recorder:
         return self._record(pattern, self._trace, at_end)
 
     def _record(self, pattern: Pattern, trace: Trace | None, at_end: AtEnd | None) -> BreakableCapture:
+        if trace is not None:
+            trace.plan(c for c in pattern.cuts if c <= len(trace.marks))
         capture = BreakableCapture(
             pool=self._pool, stream=self._stream, name=self._name, root=self._root, overlap=True, trace=trace
         )
@@ -154,10 +156,13 @@ class Recorder:
             )
 
     def _traced(self) -> Trace:
-        start = time.perf_counter()
+        start, found = time.perf_counter(), Trace()
         with self._named_errors(), torch.inference_mode():
-            marks.begin(None, ())
-            found = trace_of(self._run, self._device, self._pool, self._stream, self._name)
+            marks.begin(trace=found)
+            try:
+                trace_of(self._run, self._device, self._pool, self._stream, self._name, found)
+            finally:
+                marks.end()
         self.trace_seconds = time.perf_counter() - start
         return found
 
