@@ -23,6 +23,7 @@ def test_buckets_are_captured_largest_first_and_replay_as_the_reference(device: 
     assert result.memory[0]["pool against the largest"] == "1.000x"
     assert all(float(row["pool MiB"]) >= float(row["of these live MiB"]) for row in result.memory)
     assert [row["bucket"] for row in result.recording] == [16, 8, 4]
+    assert all((row["by torch alone ms"] is not None) is device.traits.driver_memory for row in result.recording)
 
 
 def test_on_the_emulator_no_time_is_given() -> None:

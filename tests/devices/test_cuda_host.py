@@ -129,7 +129,7 @@ class Forked:
 
 def on(stream: int, *before: tuple[int, int], **more: Any) -> Step:
     """How an op is recorded: on ``stream``."""
-    return Step(stream, before, **{"release": False, "hold": (), "keep": (), "alone": False} | more)
+    return Step(stream, before, **{"release": False, "hold": (), "keep": ()} | more)
 
 
 _mm, _sin, _add, _t = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,8 @@ class Norm(nn.Module):
 class Layer(nn.Module):
     """Attention and a gated MLP, each with a norm before it and a residual around it."""
 
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor] = staticmethod(attend)
+
     def __init__(self, s: Shape) -> None:
         super().__init__()
         self.shape = s
@@ -74,7 +77,7 @@ class Layer(nn.Module):
         h, d = self.before_attention(x), self.shape.head_dim
         q = _rotated(self.q_norm(self.q(h).unflatten(-1, (-1, d))), cos, sin)
         k = _rotated(self.k_norm(self.k(h).unflatten(-1, (-1, d))), cos, sin)
-        x = x + self.o(attend(q, k, self.v(h).unflatten(-1, (-1, d))))
+        x = x + self.o(self.attend(q, k, self.v(h).unflatten(-1, (-1, d))))
         h = self.before_mlp(x)
         out: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
         return out

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from segue.bench import clock
-from segue.bench.decoder import Decoder, Shape, build
+from segue.bench.decoder import Decoder, Shape, attend, build
 from segue.capture import BreakableCapture, reference_frame
+from segue.capture.guards import still
 from segue.devices import Device, Pool
 
 BUCKETS = (8192, 4096, 2048, 1024)
@@ -92,6 +93,37 @@ class _Forward:
             self.out = self.eager()
         return capture
 
+    def bare(self, stream: torch.cuda.Stream, pool: Any) -> list[torch.cuda.CUDAGraph]:
+        """The same graphs by torch alone, each launched before its break: nothing is watched, held, cleared or checked."""
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(pool=pool, capture_error_mode="thread_local")
+
+        def end() -> None:
+            graphs[-1].capture_end()
+            graphs[-1].replay()
+
+        def between(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            end()
+            out: Tensor = attend(q, k, v)
+            begin()
+            return out
+
+        stream.wait_stream(torch.cuda.current_stream())
+        for layer in self.decoder.layers:
+            layer.__dict__["attend"] = between
+        try:
+            with torch.cuda.stream(stream):
+                begin()
+                self.out = self.eager()
+                end()
+        finally:
+            for layer in self.decoder.layers:
+                del layer.__dict__["attend"]
+        return graphs
+
     def verdict(self, capture: BreakableCapture) -> str:
         """Whether a replay over poisoned free memory gives the reference's rows, pads included."""
         assert self.out is not None
@@ -151,29 +183,42 @@ def _recording(device: Device, forwards: list[_Forward], times: int, progress: C
     """Recording, each segment launched as soon as it is recorded, and one eager forward, in turns."""
     pool = device.new_pool()
     rows, captures = [], []
+    bare_pool = torch.cuda.graph_pool_handle() if device.traits.driver_memory else None
+    kept = []
     for forward in forwards:
         progress(f"{forward.rows} rows: recording")
-        eager, recording = [], []
+        eager, recording, bare = [], [], []
         for _ in range(times):
+            if bare_pool is not None:
+                clock.synchronize()
+                start = time.perf_counter()
+                with still():
+                    kept.append(forward.bare(device.default_stream(), bare_pool))
+                clock.synchronize()
+                bare.append(time.perf_counter() - start)
             eager.append(clock.wall(forward.eager))
             clock.synchronize()
             start = time.perf_counter()
             captures.append(forward.capture(pool))
             clock.synchronize()
             recording.append(time.perf_counter() - start)
-        rows.append(_recorded(forward, captures[-1].graphs, eager, recording, device.traits.timing))
+        rows.append(_recorded(forward, captures[-1].graphs, eager, recording, bare, device.traits.timing))
     _close(forwards, captures)
     return rows
 
 
-def _recorded(forward: _Forward, graphs: int, eager: list[float], recording: list[float], timing: bool) -> Row:
+def _recorded(
+    forward: _Forward, graphs: int, eager: list[float], recording: list[float], bare: list[float], timing: bool
+) -> Row:
     row: Row = {"bucket": forward.rows, "graphs": graphs, "eager ms": None, "recording ms": None, "range ms": None}
     if not timing:
-        return {**row, "recording / eager": None}
+        return {**row, "recording / eager": None, "by torch alone ms": None, "torch alone / eager": None}
     one, other = statistics.median(eager), statistics.median(recording)
     return row | {
         "eager ms": one * 1e3,
         "recording ms": other * 1e3,
         "range ms": f"{min(recording) * 1e3:.1f} to {max(recording) * 1e3:.1f}",
         "recording / eager": f"{other / one:.2f}x",
+        "by torch alone ms": statistics.median(bare) * 1e3 if bare else None,
+        "torch alone / eager": f"{statistics.median(bare) / one:.2f}x" if bare else None,
     }

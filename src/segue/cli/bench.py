@@ -120,7 +120,8 @@ def memory(
     about = (
         "*pool*: graph memory, inputs and weights not in it; *driver*: what the graphs take outside torch's allocator. "
         "*recording*: one capture, each segment launched as soon as it is recorded, without warm-up and garbage "
-        f"collection; medians of {times}, in turns with an eager forward."
+        f"collection; medians of {times}, in turns with an eager forward. *by torch alone*: the same graphs recorded and "
+        "launched by torch's CUDAGraph, with nothing watched, held or checked."
     )
     tables = {"One pool, the largest bucket first": result.memory, "Recording a bucket": result.recording}
     _publish("# Memory of a ladder, and recording it", [*result.notes, about], tables, out, output, result.right)

@@ -51,8 +51,7 @@ class Step(NamedTuple):
 
     ``before``: in this order, ``(stream, -1)`` to mark the point that a stream has reached, or ``(stream, i)`` to have what that
     stream is given next wait for the mark that was set as number i. ``release``: then what is held until all streams are
-    joined can go. ``hold``: which of its tensors must be held so, and ``keep``: until the segment ends. ``alone``: everything
-    else has been waited for.
+    joined can go. ``hold``: which of its tensors must be held so, and ``keep``: until the segment ends.
     """
 
     stream: int
@@ -60,7 +59,6 @@ class Step(NamedTuple):
     release: bool
     hold: tuple[int, ...]
     keep: tuple[int, ...]
-    alone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +164,7 @@ class AuxStreams:
             self._tail[0] -= 1
         before, self._before = tuple(self._before), []
         release, self._release = self._release, False
-        return Step(stream, before, release, tuple(hold), tuple(keep), alone)
+        return Step(stream, before, release, tuple(hold), tuple(keep))
 
     def _block(self, n: int) -> _Block:
         found = self._blocks.get(n)
