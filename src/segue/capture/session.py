@@ -154,10 +154,11 @@ class BreakableCapture:
         first = self._error or self._watch.error or error
         try:
             if first is None:
-                self._end()
+                self._end(launch=False)
                 first = self._watch.error
             if first is None:
                 self._program = self._finish()
+                self._launch()
                 for fn in self._at_end:
                     fn()
         except BaseException as e:
@@ -267,6 +268,7 @@ class BreakableCapture:
         self._error = self._watch.error = None
         self._counts = self.graphs, self.breaks
         self._steps.clear()
+        self._put_off.clear()
 
     def _refusal(self) -> ReplayError:
         why = {
@@ -294,7 +296,7 @@ class BreakableCapture:
             state.phase = "segment"
 
     def _end(self, launch: bool = True) -> None:
-        """Commit the segment, and launch it with those before it: breaks must see what they compute."""
+        """Commit the segment, and launch it with those before it: a break must see what they compute."""
         recording = self._recording
         if recording is None:
             return
@@ -308,9 +310,12 @@ class BreakableCapture:
             self._watch.settle()
             self._put_off.append(segment)
             if launch:
-                for each in self._put_off:
-                    each.launch()
-                self._put_off.clear()
+                self._launch()
+
+    def _launch(self) -> None:
+        for segment in self._put_off:
+            segment.launch()
+        self._put_off.clear()
 
     def _abandon(self) -> None:
         recording = self._recording

@@ -95,25 +95,26 @@ class Following(Watch):
         super().__init__(pool, name)
         self._trace, self._ops, self._at = trace, [*trace.ops, _END], 0
         self._steps: Iterator[Step | None] = iter(())
+        self._shows: Callable[[Any], bool] = _never
         self._size = 0  # of all segments so far
 
     def begin_segment(self, recording: Recording, number: int) -> None:
         super().begin_segment(recording, number)
         self._steps = self._trace.steps(self._at)
+        self._shows = recording.shows
 
     def end_segment(self) -> None:
         assert self.recording is not None
         self._size += self.recording.size()
 
     def _run(self, op: Op, operands: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self.recording is not None
-        if self.recording.shows(op.func):  # what it does comes here op by op
+        if self._shows(op.func):  # what it does comes here op by op
             return self._record(op.func, args, kwargs)
-        traced = self._ops[self._at]
-        if traced.func is not op.func or traced.operands != operands:
+        traced, placed = self._ops[self._at], next(self._steps, _END)
+        if traced.func is not op.func or traced.operands != operands or placed is _END:
             raise self._lost(op.func)
         self._at += 1
-        result = self._record(op.func, args, kwargs, self._step(op))
+        result = self._record(op.func, args, kwargs, placed)
         if not op.restores:
             self._note_made(result, operands)
         if len(self._starts) != traced.made:
@@ -141,17 +142,15 @@ class Following(Watch):
             )
         _check_apart(self._spans, self._name)
 
-    def _step(self, op: Op) -> Step | None:
-        try:
-            return next(self._steps)
-        except StopIteration:  # it should have been cut by now
-            raise self._lost(op.func) from None
-
     def _lost(self, func: Any) -> UnseenWorkError:
         return UnseenWorkError(
             f"{func} at {_where.caller()} is not what the forward did there, or not on that memory, when it was traced for "
             "auxiliary streams: it runs otherwise each time. Record with aux_streams=False."
         )
+
+
+def _never(func: Any) -> bool:
+    return False
 
 
 def _check_apart(spans: list[tuple[int, int]], name: str) -> None:

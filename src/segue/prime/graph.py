@@ -51,7 +51,8 @@ class PrimeGraph:
             graph elsewhere. :attr:`cuts` says which, to be pinned for other buckets: each pattern that lost holds its
             graph's driver memory until the pool is retired.
         aux_streams: whether ops that don't need each other (keys, values and queries of a layer) run beside each other in
-            the graph. By default that is measured too. :attr:`aux_streams` says what was chosen.
+            the graph. By default that is measured too. :attr:`aux_streams` says what was chosen. For it the forward is
+            called once more, to be traced, and must do the same ops each time.
         device: as for :class:`~segue.BreakableCapture`; by default that of the trunk's cache.
         pool: likewise; several graphs may share one, and do by default.
         stream: likewise.
