@@ -25,12 +25,15 @@ def caller() -> str:
     return "an unknown place"
 
 
+_MOST = 10_000
 _known: dict[int, tuple[CodeType, str]] = {}  # its file, or "" if it is passed over; held, so that its id stays its own
 
 
 def _learn(code: CodeType) -> tuple[CodeType, str]:
     name = code.co_filename
     passed = name.startswith((*_SKIPPED, _ALSO[0])) or name.endswith(_ALSO[1])
+    if len(_known) > _MOST:
+        _known.clear()
     found = _known[id(code)] = code, "" if passed else _short(name)
     return found
 

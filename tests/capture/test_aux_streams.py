@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import signal
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -372,6 +373,7 @@ def test_a_forward_that_takes_another_way_than_it_was_traced_on_is_refused(branc
         calls[0] += 1
         h = x.sin()
         q = h @ w[0]
+        w[1].mul_(2)
         return q @ (h if calls[0] < 2 else q)
 
     def other_buffer() -> Tensor:
@@ -388,6 +390,34 @@ def test_a_forward_that_takes_another_way_than_it_was_traced_on_is_refused(branc
         with pytest.raises(UnseenWorkError, match=r"at .*test_aux_streams.py:\d+.* is not what the forward did there"):
             branching.branch(part)
     assert all(map(torch.equal, before, matrices(branching, 3)))
+    assert torch.equal(branching.branch(lambda: x + 1), x + 1)
+
+
+def test_an_interrupt_that_arrives_as_a_trace_begins_leaves_everything_as_it_was(
+    branching: Branching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, (x,) = branching.device.begin, matrices(branching, 1)
+
+    def interrupted(pool: Any, kind: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return begin(pool, kind)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(branching.device, "begin", interrupted)
+        branching.branch(lambda: x + 1)
+    assert torch.equal(branching.branch(lambda: x + 1), x + 1)
+
+
+def test_a_plan_that_can_not_be_made_leaves_everything_as_it_was(branching: Branching, monkeypatch: pytest.MonkeyPatch) -> None:
+    (x,) = matrices(branching, 1)
+
+    def broken(self: AuxStreams, op: Any) -> Any:
+        raise ArithmeticError("no plan")
+
+    with monkeypatch.context() as patched, pytest.raises(ArithmeticError, match="no plan"):
+        patched.setattr(AuxStreams, "place", broken)
+        branching.branch(lambda: x + 1)
+    assert torch.zeros(2, device=branching.device.torch_device).tolist() == [0.0, 0.0]
     assert torch.equal(branching.branch(lambda: x + 1), x + 1)
 
 

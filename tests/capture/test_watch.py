@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,41 @@ from torch import Tensor
 from torch.nn import functional
 
 import segue
+from segue.capture.watch import Watch
 from segue.devices import Device
+
+
+def _watching() -> tuple[Any, Any]:
+    """A watch, and a recording of no device."""
+    recording: Any = SimpleNamespace(run=lambda func, args, kwargs: func(*args, **kwargs))
+    pool: Any = SimpleNamespace(owns=lambda t, look=True: False, blocks=list)
+    watching = Watch(pool, "watch")
+    watching.begin_segment(recording, 0)
+    return watching, recording
+
+
+@pytest.mark.usefixtures("inference")
+def test_results_without_storage_pass() -> None:
+    """The emulator refuses them, CUDA doesn't."""
+    watching, _ = _watching()
+    sparse = torch.eye(3).to_sparse()
+    with watching:
+        twice = sparse * 2
+        dense = (twice.detach() * 2).to_dense()
+    assert dense.diagonal().tolist() == [4.0] * 3
+
+
+def test_a_watch_that_was_left_goes_with_its_capture() -> None:
+    watching, recording = _watching()
+    recording.reenter = watching
+    watching.leave()
+    gone = weakref.ref(watching)
+    gc.disable()
+    try:
+        del watching, recording
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("inference")

@@ -154,10 +154,14 @@ def test_a_break_after_cuts_sees_what_all_segments_before_it_computed(device: De
 def test_a_capture_that_fails_after_a_cut_leaves_the_pool_as_it_was(device: Device) -> None:
     pool = device.new_pool()
     x = torch.arange(3.0, device=device.torch_device)
+    counter = torch.zeros(3, device=device.torch_device)
     for _ in range(2):
         failing = segue.BreakableCapture(pool=pool)
         with torch.inference_mode(), pytest.raises(ValueError, match="no more"), failing:
             y = x.sin()
+            counter.add_(1)
+            failing.cut()
+            counter.mul_(3)
             failing.cut()
             y = y @ y
             raise ValueError("no more")
@@ -170,4 +174,4 @@ def test_a_capture_that_fails_after_a_cut_leaves_the_pool_as_it_was(device: Devi
         capture.close()
         del y
     device.synchronize()
-    assert not pool.usage().reserved
+    assert not pool.usage().reserved and not counter.any(), "what was never launched has written nothing"

@@ -268,7 +268,8 @@ class BreakableCapture:
         self._error = self._watch.error = None
         self._counts = self.graphs, self.breaks
         self._steps.clear()
-        self._put_off.clear()
+        while self._put_off:
+            self._put_off.pop().discard()
 
     def _refusal(self) -> ReplayError:
         why = {
@@ -327,7 +328,7 @@ class BreakableCapture:
 
     def _leave_watch(self) -> None:
         if self._watch.recording is not None:
-            self._watch.recording = None
+            self._watch.leave()
             state.phase = None
             self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             forget_casts()

@@ -24,6 +24,8 @@ def trace_of(
 ) -> Trace:
     """Record ``run`` as one segment, note its ops (in ``into``), and give the segment up: nothing of it stays.
 
+    Break points in it are plain calls. Not inside a capture, which it would wait for.
+
     Raises:
         CaptureError: ``run`` can't be in a graph. UnseenWorkError: which memory its ops share can't be told.
     """
@@ -34,16 +36,20 @@ def trace_of(
         with one_capture, still(), pool.turn(), device.session(pool, stream):
             watch.begin()
             forget_casts()
-            recording = device.begin(pool, "traced")
+            recording: Recording | None = None
             try:
-                watch.begin_segment(recording, 0)
+                with uninterrupted():
+                    recording = device.begin(pool, "traced")
+                    watch.begin_segment(recording, 0)
                 with watch:
                     run()
                 watch.end_segment()
                 watch.finish()
             finally:
                 with uninterrupted():
-                    recording.abort()
+                    watch.leave()
+                    if recording is not None:
+                        recording.abort()
                     forget_casts()
     finally:
         pool.retire(token, ())
@@ -61,16 +67,16 @@ class _Tracing(Watch):
         assert self.recording is not None
         if self.recording.shows(op.func):  # what it does comes here op by op
             return self._record(op.func, args, kwargs)
+        written: list[int] = []
+        for t in _torch.written(op.writes, args, kwargs):  # before it may give them other memory
+            self._see(t, op, written)
+        wrote = tuple(n for n in written if n != NOTHING)
         before, told = len(self._starts), False
         try:
             result = self._record(op.func, args, kwargs)
-            told = not op.restores and self._note_made(result, operands)
+            told = self._made_by(op, result, operands)
             return result
         finally:  # it counts if it failed, too, and somebody catches that
-            written: list[int] = []
-            for t in _torch.written(op.writes, args, kwargs):
-                self._see(t, op, written)
-            wrote = tuple(n for n in written if n != NOTHING)
             made = len(self._starts)
             self.trace.ops.append(TracedOp(op.func, operands, wrote, made, made > before or bool(wrote) or not told))
 
@@ -99,9 +105,13 @@ class Following(Watch):
         self._size = 0  # of all segments so far
 
     def begin_segment(self, recording: Recording, number: int) -> None:
-        super().begin_segment(recording, number)
         self._steps = self._trace.steps(self._at)
         self._shows = recording.shows
+        super().begin_segment(recording, number)
+
+    def leave(self) -> None:
+        super().leave()
+        self._shows = _never
 
     def end_segment(self) -> None:
         assert self.recording is not None
@@ -115,8 +125,7 @@ class Following(Watch):
             raise self._lost(op.func)
         self._at += 1
         result = self._record(op.func, args, kwargs, placed)
-        if not op.restores:
-            self._note_made(result, operands)
+        self._made_by(op, result, operands)
         if len(self._starts) != traced.made:
             raise self._lost(op.func)
         return result
@@ -155,7 +164,7 @@ def _never(func: Any) -> bool:
 
 def _check_apart(spans: list[tuple[int, int]], name: str) -> None:
     """Memory from outside goes by storages."""
-    ordered = sorted(spans)
+    ordered = sorted(span for span in spans if span[0])  # without those on the meta device
     if any(start < end for (_, end), (start, _) in itertools.pairwise(ordered)):
         raise UnseenWorkError(
             f"{name}: two of the tensors that the forward uses overlap in memory and have storages of their own, so that an "

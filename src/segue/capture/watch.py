@@ -122,6 +122,10 @@ class Watch(_torch.WatchingMode):
         self.recording, self.segment = recording, number
         self._record = recording.run if self._observer is None else _observed(self._observer, recording)
 
+    def leave(self) -> None:
+        """Pass nothing on any more."""
+        self.recording, self._record = None, _no_recording
+
     def end_segment(self) -> None:
         """What was passed on is whole. Raises a CaptureError if it isn't as it should be."""
 
@@ -160,9 +164,27 @@ class Watch(_torch.WatchingMode):
     def _run(self, op: Op, operands: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Have an op recorded, whose operands have been looked at."""
         result = self._record(op.func, args, kwargs)
-        if not op.restores and not (type(result) is Tensor and result.data_ptr() in self._made):
-            self._note_made(result, operands)
+        try:
+            if type(result) is Tensor and not op.restores and result.data_ptr() in self._made:
+                return result
+        except RuntimeError:  # it has no storage, as a sparse one
+            return result
+        self._made_by(op, result, operands)
         return result
+
+    def _made_by(self, op: Op, result: Any, operands: list[int]) -> bool:
+        """Number the memory that is new in an op's result. False if there is no telling."""
+        if not op.restores or not isinstance(result, Tensor):
+            return self._note_made(result, operands)
+        address, start = result.data_ptr(), _torch.storage_span(result)[0]
+        if not any(n >= 0 and self._starts[n] == start for n in operands):
+            # In a block that nobody saw taken, or which was given as a storage: what was there before doesn't count.
+            self._made.pop(address, None)
+            if not op.name.startswith("aten.set_"):
+                self._made.pop(start, None)
+            elif (number := self._made.get(start)) is not None:
+                self._made[address] = number
+        return False
 
     def _see(self, value: Any, op: Op, operands: list[int]) -> None:
         """Number the tensors in an operand, and hold them, unless this capture made their memory. By storage: two may lie at
@@ -220,7 +242,7 @@ class Watch(_torch.WatchingMode):
         unsure, self._unsure = self._unsure, {}
         for key, external in unsure.items():
             if self.pool.owns(external.tensor):
-                del self.externals[key]
+                del self.externals[key], self._numbers[key], self._met[id(external.seen)]
                 self.prove(external.tensor, external.op, external.where)
 
     def begin(self) -> None:

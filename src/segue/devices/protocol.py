@@ -49,6 +49,9 @@ class Segment(Protocol):
     def launch(self) -> None:
         """Run what was recorded, in order, on the caller's current stream."""
 
+    def discard(self) -> None:
+        """It has not been launched and will not be: nothing that its ops would have written outside the pool is."""
+
     def destroy(self) -> None:
         """Free it. The pool calls this; a later launch is an error."""
 

@@ -97,7 +97,7 @@ def quickest(
     tried. The others are closed.
 
     Raises:
-        UnseenWorkError: nothing but ``True`` was left for ``aux_streams``, and the forward has kernels that no op tells of.
+        UnseenWorkError: nothing but ``True`` was left for ``aux_streams``, and that can't be.
     """
     captures: dict[Pattern, BreakableCapture] = {}
     seconds: dict[Pattern, float] = {}

@@ -90,8 +90,13 @@ class Recorder:
         choices = [aux_streams] if aux_streams is not None else [True, False]
         if not self._device.traits.timing or (len(ways) == 1 and len(choices) == 1):
             best = Pattern(ways[0], choices[0])
-            capture = self.record(best)
-            return best, capture
+            try:
+                return best, self.record(best)
+            except UnseenWorkError:
+                if len(choices) == 1:
+                    raise
+            best = best._replace(aux_streams=False)
+            return best, self.record(best)
         best, capture, self.measured = quickest(ways, choices, self.record, self._device)
         self.results = {capture: self.results[capture]}
         shown = ", ".join(f"{pattern} {seconds * 1e3:.3f} ms" for pattern, seconds in self.measured.items())
@@ -157,12 +162,17 @@ class Recorder:
 
     def _traced(self) -> Trace:
         start, found = time.perf_counter(), Trace()
-        with self._named_errors(), torch.inference_mode():
-            marks.begin(trace=found)
-            try:
+        marks.begin(trace=found)
+        try:
+            with self._named_errors(), torch.inference_mode():
                 trace_of(self._run, self._device, self._pool, self._stream, self._name, found)
-            finally:
-                marks.end()
+        except UnseenWorkError:
+            raise
+        except Exception:
+            self._record(Pattern((), False), None, None).close()  # which says why, as captures do
+            raise
+        finally:
+            marks.end()
         self.trace_seconds = time.perf_counter() - start
         return found
 
@@ -171,6 +181,8 @@ class Recorder:
         try:
             yield
         except UnseenWorkError as e:
+            if str(e).startswith(self._name):
+                raise
             raise UnseenWorkError(f"{self._name}: {e}") from e
         except SegueError as e:
             if type(e) is not CaptureError or "into a break" not in str(e):

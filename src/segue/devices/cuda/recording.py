@@ -54,6 +54,9 @@ class CudaSegment:
         if (plain := raw.plain_launcher(self.graph, device)) is not None:
             self.launch, self._forbid = self._surrounded(plain[0]), plain[1]
 
+    def discard(self) -> None:
+        pass
+
     def destroy(self) -> None:
         """Free the graph. A later launch is an error, never a stale result."""
         with contextlib.suppress(Exception):

@@ -122,10 +122,10 @@ class EmulatedRecording:
             finally:
                 del refused  # its traceback holds this frame
         self._leave()
-        self._undo.clear()
-        self._generators.clear()
         self._literals.clear()
-        return EmulatedSegment(self._steps, list(self._externals.values()), self._pool)
+        take_back = partial(_take_back, self._undo, self._generators)
+        self._undo, self._generators = {}, {}
+        return EmulatedSegment(self._steps, list(self._externals.values()), self._pool, take_back)
 
     def abort(self) -> None:
         """End the recording and take back what its ops wrote and drew: on CUDA they would not have run."""
@@ -133,11 +133,7 @@ class EmulatedRecording:
         if not self._open:
             return
         self._leave()
-        with contextlib.suppress(Exception), _plain():
-            for take_back in reversed(self._undo.values()):
-                take_back()
-            for generator, before in self._generators.items():
-                generator.set_state(before)
+        _take_back(self._undo, self._generators)
         self._undo.clear()
         self._generators.clear()
         self._steps.clear()
@@ -275,6 +271,14 @@ class _Fresh:
             store(value)
         self.stores.append((path, store))
         return mine
+
+
+def _take_back(undo: dict[tuple[str, int], Callable[[], None]], generators: dict[Generator, Tensor]) -> None:
+    with contextlib.suppress(Exception), _plain():
+        for restore in reversed(undo.values()):
+            restore()
+        for generator, before in generators.items():
+            generator.set_state(before)
 
 
 def _nothing() -> None:

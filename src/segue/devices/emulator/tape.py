@@ -45,14 +45,17 @@ class EmulatedSegment:
     """A recorded tape.
 
     Recording ran every op, with the effect that the first launch has on CUDA. So the first launch after ``commit``
-    finds its work done, and the ones after it run the tape. Whoever commits a segment launches it before anything else
-    happens.
+    finds its work done, and the ones after it run the tape. Whoever commits a segment launches it before any other launch, or
+    discards it: then ``take_back`` undoes what its ops wrote outside the pool.
 
     Where there are several streams, launches take turns between the extremes of what their order allows: each auxiliary stream
     as early as may be, and as late. An edge that is missing shows.
     """
 
-    def __init__(self, steps: list[Step], externals: list[External], pool: EmulatedPool) -> None:
+    def __init__(
+        self, steps: list[Step], externals: list[External], pool: EmulatedPool, take_back: Callable[[], object]
+    ) -> None:
+        self._take_back: Callable[[], object] | None = take_back
         self.steps: tuple[Step, ...] = tuple(steps)
         streams = sorted({s.stream for s in steps})
         self._orders: list[list[Step]] = [in_order(steps, streams[::-1]), in_order(steps, streams)] if streams[1:] else [steps]
@@ -74,6 +77,7 @@ class EmulatedSegment:
         """
         if not self._orders:
             raise ReplayError("a segment was launched after its capture was closed and its memory handed back")
+        self._take_back = None
         if self._ran:
             self._ran = False
             return
@@ -100,6 +104,11 @@ class EmulatedSegment:
             if step is not None:
                 e.add_note(f"segue: while replaying {step.op}, recorded at {step.where}")
             raise
+
+    def discard(self) -> None:
+        if self._take_back is not None:
+            self._take_back()
+        self._take_back = None
 
     def destroy(self) -> None:
         """Let go of everything. A later launch is refused."""
