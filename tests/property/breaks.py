@@ -66,8 +66,8 @@ class Break:
 
     @property
     def writes(self) -> bool:
-        """Whether it writes memory that was given to it."""
-        return bool({"in_y", "in_z", "deep"} & set(self.body)) or bool(self.into)
+        """Whether it writes memory that something else sees: what was given to it, or the world's."""
+        return bool({"in_y", "in_z", "deep", "state"} & set(self.body)) or bool(self.into)
 
     @property
     def aliases(self) -> bool:
