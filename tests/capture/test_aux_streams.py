@@ -393,14 +393,25 @@ def test_a_forward_that_takes_another_way_than_it_was_traced_on_is_refused(branc
     assert torch.equal(branching.branch(lambda: x + 1), x + 1)
 
 
+def test_a_forward_that_ends_before_its_trace_did_is_refused(branching: Branching) -> None:
+    (x,), calls = matrices(branching, 1), [0]
+
+    def less() -> Tensor:
+        calls[0] += 1
+        return x.sin() if calls[0] > 1 else x.sin().cos()
+
+    with pytest.raises(UnseenWorkError, match=r"branches: the forward ended before aten.cos.default, which it did when"):
+        branching.branch(less)
+
+
 def test_an_interrupt_that_arrives_as_a_trace_begins_leaves_everything_as_it_was(
     branching: Branching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin, (x,) = branching.device.begin, matrices(branching, 1)
 
-    def interrupted(pool: Any, kind: Any) -> Any:
+    def interrupted(*args: Any, **how: bool) -> Any:
         signal.raise_signal(signal.SIGINT)
-        return begin(pool, kind)
+        return begin(*args, **how)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(branching.device, "begin", interrupted)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import segue
 from segue.devices import Device
-from segue.devices.protocol import Kind
 
 pytestmark = pytest.mark.usefixtures("inference")
 
@@ -343,11 +342,11 @@ def test_an_error_when_a_segment_begins_or_ends_leaves_everything_as_it_was(
         out = plus_one(x * 2) * 1
     begin, begun = device.begin, []
 
-    def broken_begin(pool: object, kind: Kind) -> object:
+    def broken_begin(pool: object, *how: bool) -> object:
         begun.append(pool)
         if step == "begin" and len(begun) == 2:
             raise RuntimeError("no more segments")
-        recording = begin(pool, kind)
+        recording = begin(pool, *how)
         if step == "commit" and len(begun) == 2:
             commit = recording.commit
 
@@ -404,8 +403,8 @@ def test_an_interrupt_while_the_first_segment_begins_leaves_nothing_on(device: D
     x = torch.ones(4, device=device.torch_device)
     begin = device.begin
 
-    def interrupted(pool: object, kind: Kind) -> object:
-        recording = begin(pool, kind)
+    def interrupted(pool: object, *how: bool) -> object:
+        recording = begin(pool, *how)
         signal.raise_signal(signal.SIGINT)
         return recording
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from segue.devices.aux_streams import Step
+from segue.devices.cuda import device as cuda_device
 from segue.devices.cuda import raw
+from segue.devices.cuda.device import CudaDevice
 from segue.devices.cuda.forked import ForkedRecording
 from segue.devices.cuda.pool import CudaPool
 from segue.devices.cuda.recording import CudaRecording, CudaSegment
@@ -138,6 +140,27 @@ _mm, _sin, _add, _t = (
     torch.ops.aten.add.Tensor,
     torch.ops.aten.t.default,
 )
+
+
+@pytest.mark.parametrize(
+    ("how", "bindings", "begun"),
+    [
+        ({}, True, "plain"),
+        ({"looks": True}, True, "0 aux, looks: True"),
+        ({"forked": True}, True, "2 aux, looks: False"),
+        ({"forked": True, "looks": True}, True, "2 aux, looks: True"),
+        ({"forked": True}, False, "plain"),
+    ],
+)
+def test_a_recording_forks_and_looks_where_cuda_bindings_are_and_it_is_asked_to(
+    monkeypatch: pytest.MonkeyPatch, how: dict[str, bool], bindings: bool, begun: str
+) -> None:
+    device, pool = CudaDevice(0), SimpleNamespace()
+    monkeypatch.setattr(device, "_aux_streams", lambda: ["a", "b"])
+    monkeypatch.setattr(raw, "has_cuda_runtime", lambda: bindings)
+    monkeypatch.setattr(cuda_device, "CudaRecording", lambda pool: "plain")
+    monkeypatch.setattr(cuda_device, "ForkedRecording", lambda pool, aux, events, looks: f"{len(aux)} aux, looks: {looks}")
+    assert device.begin(pool, **how) == begun  # type: ignore[arg-type, comparison-overlap]
 
 
 @pytest.mark.parametrize("looks", [True, False])

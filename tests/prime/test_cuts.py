@@ -10,8 +10,9 @@ import torch
 
 import segue
 from prime.prompts import prompt
+from segue.capture.watch import Watch
 from segue.devices import Device
-from segue.errors import UnseenWorkError
+from segue.errors import CaptureError, UnseenWorkError
 from segue.prime import cuts
 from segue.prime.cuts import Pattern
 
@@ -175,3 +176,15 @@ def test_a_capture_that_fails_after_a_cut_leaves_the_pool_as_it_was(device: Devi
         del y
     device.synchronize()
     assert not pool.usage().reserved and not counter.any(), "what was never launched has written nothing"
+
+
+def test_a_segment_that_is_refused_as_it_ends_has_written_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = torch.zeros(3, device=device.torch_device)
+
+    def refused(self: Watch) -> None:
+        raise CaptureError("in another capture's memory")
+
+    monkeypatch.setattr(Watch, "settle", refused)
+    with torch.inference_mode(), pytest.raises(CaptureError, match="another capture's"), segue.BreakableCapture(device=device):
+        counter.add_(1)
+    assert not counter.any()

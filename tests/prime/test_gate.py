@@ -137,16 +137,16 @@ class Memo(dense.Dense):
 
 @pytest.mark.parametrize("freed", [False, True])
 def test_a_baked_input_that_was_re_pointed_or_freed_fails_by_name(device: Device, freed: bool) -> None:
-    trunk, taken = _ready(Memo, device), []
+    trunk = _ready(Memo, device)
+    taken: list[Tensor] = []  # or the next table may lie where the old one was
     with segue.PrimeGraph(trunk, BUCKET, device=device) as prime:
         assert check_prime(prime, [20], steps=2).ok
         if freed:
             like = torch.ones_like(trunk.table)
             trunk.table.untyped_storage().resize_(0)
-            taken = [like.clone() for _ in range(8)]  # or the next table may lie where the old one was
+            taken.extend(like.clone() for _ in range(8))
         trunk.table = None
         report = check_prime(prime, [20], steps=2)
-        del taken[:]
     assert [row["logits"] for row in report.rows] == ["refused", "refused"]
     assert all("refused: Prime.trunk.table, used by aten.mul" in line for line in report.findings)
 

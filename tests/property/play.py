@@ -88,7 +88,7 @@ class Bare:
         usage = [pool.usage() for pool in self.pools]
         assert not any(u.live or u.reserved for u in usage), f"closed captures leave memory in their pools: {usage}"
 
-    def trace(self, bucket: int, valid: int) -> Trace:
+    def trace(self, bucket: int) -> Trace:
         """Of the forward without its breaks, which then are left out of this bucket."""
         program = self.programs[bucket] = self.case.program.without_breaks()
         self.inputs[bucket].copy_(values(bucket, 7, self.place))
@@ -109,7 +109,7 @@ class Bare:
             valid_rows=valid if self.case.rows else None,
             pool=self.pools[self.case.apart >> i & 1],
             device=self.device,
-            trace=self.trace(bucket, valid) if self.case.aux >> i & 1 else None,
+            trace=self.trace(bucket) if self.case.aux >> i & 1 else None,
         )
         kept: list[Tensor] = []
         program = self.programs[bucket]

@@ -184,7 +184,7 @@ def _recording(device: Device, forwards: list[_Forward], times: int, progress: C
     pool = device.new_pool()
     rows, captures = [], []
     bare_pool = torch.cuda.graph_pool_handle() if device.traits.driver_memory else None
-    kept = []
+    kept = []  # no graph is destroyed while another is recorded
     for forward in forwards:
         progress(f"{forward.rows} rows: recording")
         eager, recording, bare = [], [], []

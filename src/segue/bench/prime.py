@@ -134,26 +134,29 @@ def _row(graphed: Any, prime: PrimeGraph, plain: PrimeGraph, n: int, times: int)
         "recording ms": recordings * 1e3,
         "recording / eager": recordings / forwards,
         "on one stream / eager": on_one / forwards,
-        "tracing / eager": tracing / forwards,
+        "tracing / eager": None if tracing is None else tracing / forwards,
         "prime = reference": differs or "bit for bit",
     }
 
 
-def _recordings(prime: PrimeGraph, eager: Callable[[], object]) -> tuple[float, float, float, float]:
+def _recordings(prime: PrimeGraph, eager: Callable[[], object]) -> tuple[float, float, float, float | None]:
     """Median seconds, taken in turns: an eager forward, recording ``prime`` as it is, recording it on one stream, and tracing it
-    for the auxiliary ones."""
-    taken: list[list[float]] = [[], [], [], []]
+    for the auxiliary ones, if it has any."""
+    eagerly: list[float] = []
+    recording: list[float] = []
+    on_one: list[float] = []
+    tracing: list[float] = []
     for _ in range(_RECORDINGS):
-        taken[0].append(clock.wall(eager))
-        for into, aux_streams in ((taken[1], prime.aux_streams), (taken[2], False)):
+        eagerly.append(clock.wall(eager))
+        for into, aux_streams in ((recording, prime.aux_streams), (on_one, False)):
             with PrimeGraph(
                 prime.trunk, prime.bucket, cuts=prime.cuts, aux_streams=aux_streams, device=prime.device
             ) as again:
                 into.append(again.seconds)
                 if aux_streams:
-                    taken[3].append(again.trace_seconds)
-    eagerly, recording, on_one, tracing = (statistics.median(t) if t else 0.0 for t in taken)
-    return eagerly, recording, on_one, tracing
+                    tracing.append(again.trace_seconds)
+    median = statistics.median
+    return median(eagerly), median(recording), median(on_one), median(tracing) if tracing else None
 
 
 def float32() -> ModelTrunk:

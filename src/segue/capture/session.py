@@ -20,7 +20,6 @@ from segue.capture.state import state
 from segue.capture.tracing import Following
 from segue.capture.watch import External, Watch
 from segue.devices import Device, Pool, Recording, Segment
-from segue.devices.protocol import Kind
 from segue.devices.trace import Trace
 from segue.errors import CaptureError, GraphMemoryError, ReplayError, SegueError, UsageError
 
@@ -77,7 +76,7 @@ class BreakableCapture:
         self._graphs: list[Segment] = []
         self._put_off: list[Segment] = []  # not launched yet
         self._root, self._overlap = root, overlap
-        self._kind: Kind = "plain" if trace is None else "forked and traced" if trace.size is None else "forked"
+        self._forked, self._looks = trace is not None, trace is not None and trace.size is None
         self._watch = Watch(self.pool, self.name) if trace is None else Following(self.pool, self.name, trace)
         self._at_end: list[Callable[[], object]] = []
         self._recording: Recording | None = None
@@ -291,7 +290,7 @@ class BreakableCapture:
     def _begin(self) -> None:
         forget_casts()
         with uninterrupted():
-            recording = self._recording = self.device.begin(self.pool, self._kind)
+            recording = self._recording = self.device.begin(self.pool, self._forked, self._looks)
             self._watch.begin_segment(recording, len(self._graphs))
             self._watch.__enter__()  # type: ignore[no-untyped-call]
             state.phase = "segment"
@@ -308,8 +307,8 @@ class BreakableCapture:
             self._recording = None
             self._steps.append(segment)
             self._graphs.append(segment)
-            self._watch.settle()
             self._put_off.append(segment)
+            self._watch.settle()
             if launch:
                 self._launch()
 

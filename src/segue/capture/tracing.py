@@ -39,7 +39,7 @@ def trace_of(
             recording: Recording | None = None
             try:
                 with uninterrupted():
-                    recording = device.begin(pool, "traced")
+                    recording = device.begin(pool, looks=True)
                     watch.begin_segment(recording, 0)
                 with watch:
                     run()
@@ -143,7 +143,10 @@ class Following(Watch):
             UnseenWorkError: the forward ended before its trace, or recorded more, or tensors overlap that didn't.
         """
         if self._at < len(self._trace.ops):
-            raise self._lost(self._ops[self._at].func)
+            raise UnseenWorkError(
+                f"{self._name}: the forward ended before {self._ops[self._at].func}, which it did when it was traced for "
+                "auxiliary streams: it runs otherwise each time. Record with aux_streams=False."
+            )
         if self._trace.size is not None and self._size != self._trace.size:
             raise UnseenWorkError(
                 f"{self._name}: the segments have {self._size} kernels and copies, and the forward had {self._trace.size} when "

@@ -107,7 +107,7 @@ class Watch(_torch.WatchingMode):
         self._unsure: dict[int, External] = {}  # of these, the ones that may yet turn out to be the pool's
         self._spans: list[tuple[int, int]] = []  # of each external's memory, in the order of their numbers
         self._numbers: dict[int, int] = {}  # by storage
-        self._met: dict[int, tuple[int, int, Tensor]] = {}  # by object: address and number
+        self._met: dict[int, tuple[int, int]] = {}  # by the object that an external holds: its address and number
         self.recording: Recording | None = None
         self.segment = 0  # its number
         self.harmless = True  # the first segment has written no external
@@ -224,7 +224,7 @@ class Watch(_torch.WatchingMode):
         self.externals[key] = self._unsure[key] = external
         self._spans.append(span)
         number = self._numbers[key] = -len(self._spans)
-        self._met[id(value)] = value.data_ptr(), number, value
+        self._met[id(value)] = value.data_ptr(), number
         return number
 
     def _external(self, value: Tensor, span: tuple[int, int], op: Op) -> External | None:

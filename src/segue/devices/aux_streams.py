@@ -14,7 +14,7 @@ An alias that torch doesn't know of, as a slice that went through DLPack within 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,6 +59,29 @@ class Step(NamedTuple):
     release: bool
     hold: tuple[int, ...]
     keep: tuple[int, ...]
+
+
+class Held:
+    """Storages that outlive their tensors while a segment is recorded. Storages, for a tensor may be given another
+    (``t.data = ...``)."""
+
+    def __init__(self) -> None:
+        self._until_joined: list[Any] = []
+        self._until_the_end: list[Any] = []
+
+    def follow(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Let go and hold as ``step`` says of an op with these arguments."""
+        if step.release:
+            self._until_joined.clear()
+        if step.hold or step.keep:
+            operands = _torch.tensors(args, kwargs)
+            self._until_joined.extend(operands[i].untyped_storage() for i in step.hold)
+            self._until_the_end.extend(operands[i].untyped_storage() for i in step.keep)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._until_joined.clear()
+        self._until_the_end.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ class PoolUsage:
 
     reserved: int  # taken from the device for this pool
     live: int  # of these, in blocks that some tensor owns right now
-
-
-Kind = Literal["plain", "traced", "forked", "forked and traced"]
 
 
 class Segment(Protocol):
@@ -76,7 +73,7 @@ class Recording(Protocol):
         """How much has been recorded so far: the same for the same ops, however they were placed.
 
         Raises:
-            UnseenWorkError: of a traced one, something was recorded that no op told of.
+            UnseenWorkError: the recording looks, and something was recorded that no op told of.
         """
 
     def commit(self, at_once: bool = True) -> Segment:
@@ -139,11 +136,11 @@ class Device(Protocol):
     def session(self, pool: Any, stream: Any) -> AbstractContextManager[None]:
         """Around a whole capture: on the capture stream, after the caller's work; the caller's stream goes on after it."""
 
-    def begin(self, pool: Any, kind: Kind = "plain") -> Recording:
+    def begin(self, pool: Any, forked: bool = False, looks: bool = False) -> Recording:
         """Start recording a segment into ``pool``, one of this device's, on the current stream.
 
-        ``kind``: "forked", ops go where they are placed; "traced", nothing is recorded but by ops; where the device can see to
-        that.
+        ``forked``: ops go where they are placed. ``looks``: an error if something is recorded that no op tells of. Both where
+        the device can see to that.
         """
 
     def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:

@@ -97,7 +97,7 @@ def quickest(
     tried. The others are closed.
 
     Raises:
-        UnseenWorkError: nothing but ``True`` was left for ``aux_streams``, and that can't be.
+        UnseenWorkError: nothing but ``True`` was left for ``aux_streams``, and the forward can't be recorded so.
     """
     captures: dict[Pattern, BreakableCapture] = {}
     seconds: dict[Pattern, float] = {}

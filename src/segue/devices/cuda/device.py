@@ -14,7 +14,7 @@ from segue.devices.cuda import raw, streams
 from segue.devices.cuda.forked import ForkedRecording
 from segue.devices.cuda.pool import CudaPool, session_books
 from segue.devices.cuda.recording import CudaRecording
-from segue.devices.protocol import Kind, Traits
+from segue.devices.protocol import Traits
 from segue.errors import UsageError
 
 
@@ -67,11 +67,10 @@ class CudaDevice:
             finally:
                 caller.wait_stream(stream)
 
-    def begin(self, pool: CudaPool, kind: Kind = "plain") -> CudaRecording:
-        if kind == "plain" or not raw.has_cuda_runtime():
+    def begin(self, pool: CudaPool, forked: bool = False, looks: bool = False) -> CudaRecording:
+        if not (forked or looks) or not raw.has_cuda_runtime():
             return CudaRecording(pool)
-        aux = self._aux_streams() if kind != "traced" else ()
-        return ForkedRecording(pool, aux, self._events, looks=kind != "forked")
+        return ForkedRecording(pool, self._aux_streams() if forked else (), self._events, looks)
 
     def _aux_streams(self) -> list[torch.cuda.Stream]:
         """The device's auxiliary streams, on which this thread's libraries have what they can't make in a capture."""

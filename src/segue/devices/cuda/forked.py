@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from segue import _torch, _where
-from segue.devices.aux_streams import Step, kind_of
+from segue import _where
+from segue.devices.aux_streams import Held, Step, kind_of
 from segue.devices.cuda import raw
 from segue.devices.cuda.pool import CudaPool
 from segue.devices.cuda.recording import CudaRecording, CudaSegment
@@ -35,8 +35,7 @@ class ForkedRecording(CudaRecording):
         self._looks = looks
         self._marks: list[Any] = []
         self._forked: set[int] = set()  # streams that wait for others, and must be joined
-        self._held: list[Any] = []
-        self._kept: list[Any] = []
+        self._held = Held()
         try:
             self._capture = raw.StreamCapture(streams, events)
             self._reached = self._capture.reached(0)
@@ -84,12 +83,7 @@ class ForkedRecording(CudaRecording):
     def _place(self, placed: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if placed.before:
             self._order(placed.before)
-        if placed.release:
-            self._held.clear()
-        if placed.hold or placed.keep:  # the storages, for a tensor may be given another (``t.data = ...``)
-            operands = _torch.tensors(args, kwargs)
-            self._held.extend(operands[i].untyped_storage() for i in placed.hold)
-            self._kept.extend(operands[i].untyped_storage() for i in placed.keep)
+        self._held.follow(placed, args, kwargs)
         if placed.stream != self._on:
             self._on = placed.stream
             self._enter[self._on]()
@@ -110,7 +104,6 @@ class ForkedRecording(CudaRecording):
         for stream in self._forked:
             self._capture.wait(0, self._capture.mark(stream))
         self._held.clear()
-        self._kept.clear()
 
     def _look(self) -> None:
         if self._capture.reached(self._on) != self._reached:

@@ -13,7 +13,7 @@ from segue.devices.aux_streams import COUNT
 from segue.devices.emulator import guard
 from segue.devices.emulator.pool import EmulatedPool
 from segue.devices.emulator.recording import EmulatedRecording
-from segue.devices.protocol import Kind, Traits
+from segue.devices.protocol import Traits
 
 
 class Emulator:
@@ -47,8 +47,8 @@ class Emulator:
             finally:
                 guard.sweep()
 
-    def begin(self, pool: EmulatedPool, kind: Kind = "plain") -> EmulatedRecording:
-        return EmulatedRecording(pool, COUNT if kind.startswith("forked") else 0)
+    def begin(self, pool: EmulatedPool, forked: bool = False, looks: bool = False) -> EmulatedRecording:
+        return EmulatedRecording(pool, COUNT if forked else 0)
 
     def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
         return fn(), False

@@ -14,6 +14,7 @@ import torch
 from torch import Generator, Tensor
 
 from segue import _torch, _where
+from segue.devices.aux_streams import Held
 from segue.devices.aux_streams import Step as Placed
 from segue.devices.emulator.guard import HostGuard, eager_compiled
 from segue.devices.emulator.pool import EmulatedPool
@@ -39,8 +40,7 @@ class EmulatedRecording:
         self._counts = [0] * (1 + aux_streams)  # steps of each stream
         self._waits: list[list[tuple[int, int]]] = [[] for _ in self._counts]  # of each stream's next step
         self._marks: list[tuple[int, int]] = []
-        self._held: list[Any] = []
-        self._kept: list[Any] = []
+        self._held = Held()
         self._externals: dict[int, External] = {}
         self._literals: dict[int, Tensor] = {}  # held, so that no later storage takes over the identity
         self._refused: CaptureError | None = None
@@ -83,7 +83,7 @@ class EmulatedRecording:
                 for g in (*args, *kwargs.values()):
                     if isinstance(g, Generator):
                         self._save_generator(g)
-            stream = self._enter(placed, operands) if placed is not None else 0
+            stream = self._enter(placed, args, kwargs) if placed is not None else 0
             result = known.run(*args, **kwargs)
             if known.op == "lift_fresh":
                 self._literals[_torch.storage_key(result)] = result
@@ -140,7 +140,7 @@ class EmulatedRecording:
         self._externals.clear()
         self._literals.clear()
 
-    def _enter(self, placed: Placed, operands: list[Tensor]) -> int:
+    def _enter(self, placed: Placed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         for stream, mark in placed.before:
             if mark >= 0:
                 self._waits[stream].append(self._marks[mark])
@@ -148,10 +148,7 @@ class EmulatedRecording:
             if self._waits[stream]:  # nothing has run on it since, and who waits for it waits for those too
                 self._add(Step(_nothing, None, "wait", "", stream))
             self._marks.append((stream, self._counts[stream]))
-        if placed.release:
-            self._held.clear()
-        self._held.extend(operands[i].untyped_storage() for i in placed.hold)
-        self._kept.extend(operands[i].untyped_storage() for i in placed.keep)
+        self._held.follow(placed, args, kwargs)
         return placed.stream
 
     def _add(self, step: Step) -> None:
@@ -163,7 +160,6 @@ class EmulatedRecording:
     def _leave(self) -> None:
         self._open = False
         self._held.clear()
-        self._kept.clear()
         self._pool.recording = False
         self._guard.leave()
         self._stance.__exit__(None, None, None)
