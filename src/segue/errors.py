@@ -21,11 +21,6 @@ class CaptureError(SegueError):
     """Something that a graph can't hold was met while recording: a host read, a data-dependent shape, a mutable argument."""
 
 
-class UnseenWorkError(CaptureError):
-    """A forward can't be recorded on several streams, but on one: it has kernels that no op tells of, memory that ops share
-    unseen, or runs otherwise each time."""
-
-
 class GraphMemoryError(CaptureError, torch.OutOfMemoryError):
     """The device ran out of memory while a capture was recorded. Earlier captures keep working."""
 

@@ -280,9 +280,9 @@ def _interrupt_at_commit(y: Tensor) -> Tensor:
     recording = capture._recording
     commit = recording.commit  # type: ignore[union-attr]
 
-    def raise_then_commit(at_once: bool) -> object:
+    def raise_then_commit() -> object:
         signal.raise_signal(signal.SIGINT)
-        return commit(at_once)
+        return commit()
 
     recording.commit = raise_then_commit  # type: ignore[method-assign, union-attr, assignment]
     return plus_one(y)
@@ -350,7 +350,7 @@ def test_an_error_when_a_segment_begins_or_ends_leaves_everything_as_it_was(
         if step == "commit" and len(begun) == 2:
             commit = recording.commit
 
-            def broken_commit(at_once: bool) -> None:
+            def broken_commit() -> None:
                 commit()
                 raise RuntimeError("no more segments")
 

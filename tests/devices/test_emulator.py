@@ -88,7 +88,7 @@ def test_many_threads_allocate_and_free_without_losing_a_block(emulated: Lab) ->
     for t in threads:
         t.join()
     assert emulated.pool.usage().live == 0
-    free = _pool(emulated)._arenas[0].free_blocks()
+    free = _pool(emulated)._arenas.free_blocks()
     assert sum(size for _, size in free) == emulated.pool.usage().reserved
 
 

@@ -12,15 +12,14 @@ import segue
 from prime.prompts import prompt
 from segue.capture.watch import Watch
 from segue.devices import Device
-from segue.errors import CaptureError, UnseenWorkError
+from segue.errors import CaptureError
 from segue.prime import cuts
 from segue.prime.cuts import Pattern
 
 
 @pytest.mark.parametrize("pattern", [[], [1], [2], [1, 2], [2, 1, 1]])
-@pytest.mark.parametrize("aux_streams", [True, False], ids=["several", "one"])
-def test_a_cut_graph_computes_the_same(device: Device, trunk: Any, pattern: list[int], aux_streams: bool) -> None:
-    with segue.PrimeGraph(trunk, 32, cuts=pattern, aux_streams=aux_streams, device=device) as prime:
+def test_a_cut_graph_computes_the_same(device: Device, trunk: Any, pattern: list[int]) -> None:
+    with segue.PrimeGraph(trunk, 32, cuts=pattern, device=device) as prime:
         assert prime.cuts == tuple(sorted(set(pattern)))
         assert prime.graphs == len(set(pattern)) + 1
         assert prime.capture is not None and prime.capture.breaks == 0
@@ -36,15 +35,14 @@ def test_a_cut_that_is_no_mark_is_refused_with_the_number_of_marks(device: Devic
             segue.PrimeGraph(dense_trunk, 32, cuts=[wrong], device=device)  # type: ignore[list-item]
 
 
-def test_cuts_and_streams_are_measured_where_time_means_something(device: Device, dense_trunk: Any) -> None:
+def test_cuts_are_measured_where_time_means_something(device: Device, dense_trunk: Any) -> None:
     with segue.PrimeGraph(dense_trunk, 32, device=device) as prime:
         if device.traits.timing:
-            best = min(prime.measured, key=lambda way: prime.measured[way])
-            assert (prime.cuts, prime.aux_streams) == best and {way.aux_streams for way in prime.measured} == {True, False}
+            assert prime.cuts == min(prime.measured, key=lambda cut: prime.measured[cut])
         else:
-            assert (prime.cuts, prime.aux_streams) == ((), True) and not prime.measured
-    with segue.PrimeGraph(dense_trunk, 32, cuts=[1], aux_streams=False, device=device) as prime:
-        assert (prime.cuts, prime.aux_streams) == ((1,), False) and not prime.measured
+            assert prime.cuts == () and not prime.measured
+    with segue.PrimeGraph(dense_trunk, 32, cuts=[1], device=device) as prime:
+        assert prime.cuts == (1,) and not prime.measured
 
 
 def test_the_patterns_to_measure_grow_and_fit_the_marks() -> None:
@@ -54,47 +52,34 @@ def test_the_patterns_to_measure_grow_and_fit_the_marks() -> None:
 
 
 class _Capture:
-    def __init__(self, way: Pattern) -> None:
-        self.way, self.closed = way, False
+    def __init__(self, cut: Pattern) -> None:
+        self.cut, self.closed = cut, False
 
     def close(self) -> None:
         self.closed = True
 
 
 def test_the_quickest_way_is_kept_and_the_others_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = {((), True): 3.0, ((), False): 4.0, ((1,), True): 1.0, ((1, 2), True): 2.0}
+    taken: dict[Pattern, float] = {(): 3.0, (1,): 1.0, (1, 2): 2.0}
     made: list[_Capture] = []
 
-    def record(way: Pattern) -> Any:
-        made.append(_Capture(way))
+    def record(cut: Pattern) -> Any:
+        made.append(_Capture(cut))
         return made[-1]
 
-    monkeypatch.setattr(cuts, "_median", lambda capture, device: taken[capture.way])
-    best, kept, seconds = cuts.quickest([(), (1,), (1, 2)], [True, False], record, device=None)  # type: ignore[arg-type]
-    assert best == Pattern((1,), True) and seconds == taken  # the branches lost nothing to one stream, so one stream is not cut
-    assert [c.way for c in made if not c.closed] == [best] and not kept.closed  # type: ignore[attr-defined]
-
-
-def test_a_forward_with_kernels_that_nobody_sees_is_recorded_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    def record(way: Pattern) -> Any:
-        if way.aux_streams:
-            raise UnseenWorkError("a triton kernel")
-        return _Capture(way)
-
-    monkeypatch.setattr(cuts, "_median", lambda capture, device: 1.0)
-    best, _, seconds = cuts.quickest([(), (1,)], [True, False], record, device=None)  # type: ignore[arg-type]
-    assert best == Pattern((), False) and len(seconds) == 2
-    with pytest.raises(UnseenWorkError, match="a triton kernel"):
-        cuts.quickest([()], [True], record, device=None)  # type: ignore[arg-type]
+    monkeypatch.setattr(cuts, "_median", lambda capture, device: taken[capture.cut])
+    best, kept, seconds = cuts.quickest([(), (1,), (1, 2)], record, device=None)  # type: ignore[arg-type]
+    assert best == (1,) and seconds == taken
+    assert [c.cut for c in made if not c.closed] == [best] and not kept.closed  # type: ignore[attr-defined]
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_devices_each_have_auxiliary_streams_of_their_own(hybrid: ModuleType) -> None:
+def test_two_devices_each_have_graphs_of_their_own(hybrid: ModuleType) -> None:
     made = []
     for index in (0, 1):
         trunk = hybrid.build(f"cuda:{index}")
-        made.append((trunk, segue.PrimeGraph(trunk, 32, cuts=[1], aux_streams=True, device=f"cuda:{index}")))
+        made.append((trunk, segue.PrimeGraph(trunk, 32, cuts=[1], device=f"cuda:{index}")))
     for current in (0, 1):
         with torch.cuda.device(current):
             for trunk, prime in made:

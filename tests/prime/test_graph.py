@@ -163,8 +163,8 @@ def test_memory_that_only_the_graph_holds_is_not_reused(device: Device) -> None:
 
     trunk = Hidden().to(device.torch_device).eval().requires_grad_(False)
     one = torch.full((BUCKET, 32), 0.5, device=device.torch_device)
-    tables = [one.clone() for _ in range(3)]  # of the warm-up, of the trace, and of the capture
-    prime = segue.PrimeGraph(trunk, BUCKET, device=device, cuts=[], aux_streams=True)
+    tables = [one.clone() for _ in range(2)]  # of the warm-up and of the capture
+    prime = segue.PrimeGraph(trunk, BUCKET, device=device, cuts=[])
     assert not tables
     gc.collect()
     churn = [torch.full_like(one, float("nan")) for _ in range(32)]

@@ -12,14 +12,9 @@ from torch import Tensor
 
 import segue
 from prime.prompts import prompt
-from segue.capture.tracing import trace_of
 from segue.check import dense
 from segue.check.caches import difference
 from segue.devices import Device
-from segue.errors import UnseenWorkError
-from segue.prime import recording
-from segue.prime.cuts import Pattern
-from segue.prime.recording import Recorder
 from segue.prime.strategy import PrimeStrategy
 from segue.runner import Breakable, GraphRunner, Input
 
@@ -191,58 +186,6 @@ def test_without_parts_each_bucket_has_a_scratch_cache_that_is_counted(device: D
             runner(_x(dense_trunk, n, device=device), ctx=Forward(dense_trunk, [n]))
         kv = dense_trunk.new_cache(8 + 16).kv
         assert prime.scratch_bytes == kv.numel() * kv.element_size()
-
-
-@pytest.mark.parametrize("pinned", [True, False])
-def test_a_bucket_with_kernels_that_nobody_sees_is_recorded_on_one_stream(
-    device: Device, dense_trunk: Any, monkeypatch: pytest.MonkeyPatch, pinned: bool
-) -> None:
-    """Whatever was measured for another bucket, unless several streams were asked for."""
-    record, used = Recorder.record, []
-
-    def unseen(self: Recorder, pattern: Pattern, *args: Any) -> Any:
-        used.append(pattern.aux_streams)
-        if pattern.aux_streams:
-            raise UnseenWorkError("a triton kernel")
-        return record(self, pattern, *args)
-
-    monkeypatch.setattr(Recorder, "record", unseen)
-    strategies = [PrimeStrategy(dense_trunk, fresh, cuts=[], aux_streams=True if pinned else None), Breakable()]
-    inputs = {"x": Input(token_dim=0, pad=0.0)}
-    with GraphRunner(lambda x: live(x) * 1, inputs=inputs, buckets=[8], strategies=strategies, device=device) as runner:
-        x = _x(dense_trunk, 7, device=device)
-        want = runner(x, ctx=Forward(dense_trunk, [7]))
-        if pinned:
-            with pytest.raises(UnseenWorkError, match="a triton kernel"):
-                runner(x, ctx=Forward(dense_trunk, [7]))
-            return
-        for _ in range(2):
-            assert torch.equal(runner(x, ctx=Forward(dense_trunk, [7])), want)
-        assert used[-1] is False and runner.stats.replayed
-
-
-@pytest.mark.parametrize("more", [None, "small", "large"])
-def test_buckets_share_a_trace_as_long_as_they_do_the_same_ops(
-    device: Device, dense_trunk: Any, monkeypatch: pytest.MonkeyPatch, more: str | None
-) -> None:
-    forward, traced = dense_trunk.forward, []
-
-    def more_in_one(x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
-        hidden: Tensor = forward(x, cu_seqlens, cache)
-        return hidden.sin() if more == ("large" if x.shape[0] > 8 else "small") else hidden
-
-    monkeypatch.setattr(dense_trunk, "forward", more_in_one)
-    monkeypatch.setattr(recording, "trace_of", lambda run, *args: (traced.append(run), trace_of(run, *args))[1])
-    strategies = [PrimeStrategy(dense_trunk, fresh, cuts=[], aux_streams=True), Breakable()]
-    inputs = {"x": Input(token_dim=0, pad=0.0)}
-    with GraphRunner(lambda x: live(x) * 1, inputs=inputs, buckets=[8, 16], strategies=strategies, device=device) as runner:
-        for n in (16, 7):
-            for seed in range(4):
-                x = _x(dense_trunk, n, device=device) + seed
-                want = runner.reference(x, ctx=Forward(dense_trunk, [n]))
-                assert torch.equal(runner(x, ctx=Forward(dense_trunk, [n])), want)
-        assert runner.stats.captured == 2 and not runner.stats.eager
-    assert len(traced) == (1 if more is None else 2)
 
 
 def test_cuts_that_are_no_marks_of_the_trunk_are_refused_as_in_a_prime_graph(device: Device, dense_trunk: Any) -> None:

@@ -12,9 +12,7 @@ from property.programs import Program, outputs_as
 from property.strategies import BareCase, Call, RunnerCase
 from property.world import MOST_ROWS, WIDTH, Context, World, differs
 from segue.capture import reference_frame
-from segue.capture.tracing import trace_of
 from segue.devices import Device
-from segue.devices.trace import Trace
 from segue.runner import GraphRunner, Input
 
 
@@ -88,34 +86,21 @@ class Bare:
         usage = [pool.usage() for pool in self.pools]
         assert not any(u.live or u.reserved for u in usage), f"closed captures leave memory in their pools: {usage}"
 
-    def trace(self, bucket: int) -> Trace:
-        """Of the forward without its breaks, which then are left out of this bucket."""
-        program = self.programs[bucket] = self.case.program.without_breaks()
-        self.inputs[bucket].copy_(values(bucket, 7, self.place))
-        state = torch.get_rng_state()
-        before = self.world.clone()
-        with segue.active_forward(self.world.context(7)):
-            stream = self.device.default_stream()
-            found = trace_of(lambda: program.run(self.inputs[bucket], self.world), self.device, self.pools[0], stream, "trace")
-        assert torch.equal(torch.get_rng_state(), state), "a trace leaves nothing behind"
-        compare("a trace leaves nothing behind: world tensor", self.world.tensors(), before.tensors())
-        return found
-
     def capture(self, i: int, bucket: int, valid: int) -> None:
         self.inputs[bucket] = torch.empty(bucket, WIDTH, device=self.place)
-        self.programs[bucket] = self.case.program
+        whole = bool(self.case.cut >> i & 1)
+        self.programs[bucket] = self.case.program.without_breaks() if whole else self.case.program
         capture = segue.BreakableCapture(
             rows=bucket if self.case.rows else None,
             valid_rows=valid if self.case.rows else None,
             pool=self.pools[self.case.apart >> i & 1],
             device=self.device,
-            trace=self.trace(bucket) if self.case.aux >> i & 1 else None,
         )
         kept: list[Tensor] = []
         program = self.programs[bucket]
 
         def cut(i: int) -> None:
-            if program is not self.case.program and i % 5 == 4:
+            if whole and i % 5 == 4:
                 capture.cut()
 
         def run(x: Tensor) -> list[Tensor]:

@@ -93,8 +93,8 @@ class Call:
 
 @dataclass(frozen=True)
 class BareCase:
-    """Bare captures, in this order, with replays after each. ``apart``, ``aux``: bits that put a bucket into a second pool, and
-    on auxiliary streams."""
+    """Bare captures, in this order, with replays after each. ``apart``, ``cut``: bits that put a bucket into a second pool, and
+    that capture it without breaks, in several segments."""
 
     program: Program
     buckets: tuple[int, ...]
@@ -105,7 +105,7 @@ class BareCase:
     weak: bool = True
     tail: str = "random"
     closes: bool = False
-    aux: int = 0
+    cut: int = 0
 
 
 @dataclass(frozen=True)

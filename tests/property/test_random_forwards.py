@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from property.play import Bare, Served
 from property.strategies import BareCase, RunnerCase, bare_cases, runner_cases
 from segue import devices
-from segue.devices import Device, aux_streams
+from segue.devices import Device
 
 _NIGHTLY = os.environ.get("SEGUE_FUZZ") == "nightly"
 _CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -46,13 +46,6 @@ def quiet() -> Iterator[None]:
     yield
     torch.set_num_threads(before)
     log.setLevel(level)
-
-
-@pytest.fixture(autouse=True)
-def branching(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many ops may begin on another stream, not products alone, of which these programs have few."""
-    monkeypatch.setattr(aux_streams, "_kinds", {})
-    monkeypatch.setattr(aux_streams, "_PRODUCTS", aux_streams._PRODUCTS | {"mul", "add", "tanh", "cat", "sum", "sin", "clone"})
 
 
 def _bare(case: BareCase, device: Device) -> None:

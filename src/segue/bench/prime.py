@@ -52,13 +52,10 @@ def measure(
     with accelerate(model, max_tokens=max(lengths), strategy="breakable", device=device) as graphed:
         for n in sorted(lengths, reverse=True):
             progress(f"{n} tokens")
-            with (
-                PrimeGraph(trunk, n, device=device) as prime,
-                PrimeGraph(trunk, n, cuts=[], aux_streams=False, device=device) as plain,
-            ):
-                rows.append(_row(graphed, prime, plain, n, times))
+            with PrimeGraph(trunk, n, device=device) as prime:
+                rows.append(_row(graphed, prime, n, times))
                 if prime.measured:
-                    cuts.append({"tokens": n, **{str(way): seconds * 1e3 for way, seconds in prime.measured.items()}})
+                    cuts.append({"tokens": n, **{str(list(cut)): seconds * 1e3 for cut, seconds in prime.measured.items()}})
     rows.reverse()
     cuts.reverse()
     notes = [f"shape: {dataclasses.asdict(shape)}, {str(dtype).removeprefix('torch.')}"]
@@ -67,7 +64,7 @@ def measure(
     return Result(rows, cuts, all(row["prime = reference"] == "bit for bit" for row in rows), notes)
 
 
-def _row(graphed: Any, prime: PrimeGraph, plain: PrimeGraph, n: int, times: int) -> dict[str, Any]:
+def _row(graphed: Any, prime: PrimeGraph, n: int, times: int) -> dict[str, Any]:
     model, trunk = graphed.model, prime.trunk
     draw = torch.Generator().manual_seed(n)
     ids = torch.randint(0, model.config.vocab_size, (1, n), generator=draw).to(model.device)
@@ -84,9 +81,9 @@ def _row(graphed: Any, prime: PrimeGraph, plain: PrimeGraph, n: int, times: int)
         with graphed.untouched():
             return forward()
 
-    def run(graph: PrimeGraph = prime) -> Any:
+    def run() -> Any:
         with torch.inference_mode():
-            return graph.run(ids, caches.pop())
+            return prime.run(ids, caches.pop())
 
     def replay() -> None:
         assert prime.capture is not None
@@ -111,10 +108,9 @@ def _row(graphed: Any, prime: PrimeGraph, plain: PrimeGraph, n: int, times: int)
         "copy": copy,
     }
     taken = clock.interleaved(runs, times)
-    # Of the graph on one stream: kernels that run beside each other take longer each.
-    whole, copied = clock.kernels(lambda: run(plain)), clock.kernels(copy)
+    whole, copied = clock.kernels(run), clock.kernels(copy)
     busy = None if whole is None or copied is None else whole - copied
-    forwards, recordings, on_one, tracing = _recordings(prime, eager)
+    forwards, recordings = _recordings(prime, eager)
     differs = difference(got.logits, want.logits) or difference(got.hidden, want.hidden)
     return {
         "tokens": n,
@@ -130,33 +126,21 @@ def _row(graphed: Any, prime: PrimeGraph, plain: PrimeGraph, n: int, times: int)
         "of it device us": None if copied is None else copied * 1e6,
         "copied MB": sum(to.numel() * to.element_size() for to, _ in pairs) / 1e6,
         "cut after": str(list(prime.cuts)),
-        "streams": "several" if prime.aux_streams else "one",
         "recording ms": recordings * 1e3,
         "recording / eager": recordings / forwards,
-        "on one stream / eager": on_one / forwards,
-        "tracing / eager": None if tracing is None else tracing / forwards,
         "prime = reference": differs or "bit for bit",
     }
 
 
-def _recordings(prime: PrimeGraph, eager: Callable[[], object]) -> tuple[float, float, float, float | None]:
-    """Median seconds, taken in turns: an eager forward, recording ``prime`` as it is, recording it on one stream, and tracing it
-    for the auxiliary ones, if it has any."""
+def _recordings(prime: PrimeGraph, eager: Callable[[], object]) -> tuple[float, float]:
+    """Median seconds, taken in turns: an eager forward, and recording ``prime`` as it is cut."""
     eagerly: list[float] = []
     recording: list[float] = []
-    on_one: list[float] = []
-    tracing: list[float] = []
     for _ in range(_RECORDINGS):
         eagerly.append(clock.wall(eager))
-        for into, aux_streams in ((recording, prime.aux_streams), (on_one, False)):
-            with PrimeGraph(
-                prime.trunk, prime.bucket, cuts=prime.cuts, aux_streams=aux_streams, device=prime.device
-            ) as again:
-                into.append(again.seconds)
-                if aux_streams:
-                    tracing.append(again.trace_seconds)
-    median = statistics.median
-    return median(eagerly), median(recording), median(on_one), median(tracing) if tracing else None
+        with PrimeGraph(prime.trunk, prime.bucket, cuts=prime.cuts, device=prime.device) as again:
+            recording.append(again.seconds)
+    return statistics.median(eagerly), statistics.median(recording)
 
 
 def float32() -> ModelTrunk:

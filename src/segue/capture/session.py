@@ -17,10 +17,8 @@ from segue.capture.guards import forget_casts, one_capture, still, tuned_kernel,
 from segue.capture.ownership import Ownership
 from segue.capture.program import Program, Step, row_count
 from segue.capture.state import state
-from segue.capture.tracing import Following
 from segue.capture.watch import External, Watch
 from segue.devices import Device, Pool, Recording, Segment
-from segue.devices.trace import Trace
 from segue.errors import CaptureError, GraphMemoryError, ReplayError, SegueError, UsageError
 
 log = logging.getLogger("segue")
@@ -45,8 +43,6 @@ class BreakableCapture:
             what it reaches, so that errors can name it and a parameter that is given other memory is noticed.
         overlap: for who copies the results out before anything else replays. The device may run the first segment while the
             host still looks whether what the others read is where it was; an error leaves nothing but that segment's work.
-        trace: of this very forward (:func:`~segue.capture.tracing.trace_of`), to record on auxiliary streams too where the
-            device can: ops that don't need each other run beside each other.
     """
 
     def __init__(
@@ -60,7 +56,6 @@ class BreakableCapture:
         name: str | None = None,
         root: Any = None,
         overlap: bool = False,
-        trace: Trace | None = None,
     ) -> None:
         rows = None if rows is None else row_count(rows, "BreakableCapture: rows")
         valid_rows = None if valid_rows is None else row_count(valid_rows, "BreakableCapture: valid_rows")
@@ -76,8 +71,7 @@ class BreakableCapture:
         self._graphs: list[Segment] = []
         self._put_off: list[Segment] = []  # not launched yet
         self._root, self._overlap = root, overlap
-        self._forked, self._looks = trace is not None, trace is not None and trace.size is None
-        self._watch = Watch(self.pool, self.name) if trace is None else Following(self.pool, self.name, trace)
+        self._watch = Watch(self.pool, self.name)
         self._at_end: list[Callable[[], object]] = []
         self._recording: Recording | None = None
         self._program: Program | None = None
@@ -281,7 +275,6 @@ class BreakableCapture:
 
     def _finish(self) -> Program:
         baked = {path: held for s in self._steps if isinstance(s, Break) for path, held in s.bound.context_tensors.items()}
-        self._watch.finish()
         self._watch.claim()
         self._counts = self.graphs, self.breaks
         ownership = Ownership(self.externals, self._root, baked, self._overlap and self._watch.harmless)
@@ -290,7 +283,7 @@ class BreakableCapture:
     def _begin(self) -> None:
         forget_casts()
         with uninterrupted():
-            recording = self._recording = self.device.begin(self.pool, self._forked, self._looks)
+            recording = self._recording = self.device.begin(self.pool)
             self._watch.begin_segment(recording, len(self._graphs))
             self._watch.__enter__()  # type: ignore[no-untyped-call]
             state.phase = "segment"
@@ -301,9 +294,8 @@ class BreakableCapture:
         if recording is None:
             return
         with uninterrupted():
-            self._watch.end_segment()
             self._leave_watch()
-            segment = recording.commit(at_once=launch)
+            segment = recording.commit()
             self._recording = None
             self._steps.append(segment)
             self._graphs.append(segment)

@@ -22,7 +22,6 @@ from torch import Tensor, is_grad_enabled
 
 from segue import _torch, _where
 from segue.devices import Pool, Recording
-from segue.devices.aux_streams import NOTHING, UNKNOWN, Step
 from segue.errors import CaptureError
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -71,11 +70,11 @@ _makers: weakref.WeakKeyDictionary[Pool, dict[int, tuple[int, str]]] = weakref.W
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
+class _Op:
     """What there is to know of an op ahead of its calls.
 
     ``func``: held, so that its id stays its own. ``plain``: types of arguments that neither are nor hold tensors. ``writes``:
-    positions and names. ``restores``: it gives a tensor other memory, which wasn't made for that.
+    positions and names. ``restores``: it gives a tensor other memory, which was not made for that.
     """
 
     func: Any
@@ -85,29 +84,21 @@ class Op:
     restores: bool
 
 
-_ops: dict[int, Op] = {}  # by the id of the function, which is a third of what its hash costs
+_ops: dict[int, _Op] = {}  # by the id of the function, which is a third of what its hash costs
 
 
 class Watch(_torch.WatchingMode):
-    """Observes the ops of all segments of one capture and passes them to the recording under way.
-
-    Memory goes by number, so that the same memory can be told from one pass of a forward to the next
-    (:mod:`segue.devices.aux_streams`).
-    """
+    """Observes the ops of all segments of one capture and passes them to the recording under way."""
 
     def __init__(self, pool: Pool, name: str) -> None:
         super().__init__()
         self._name = name
-        # Pool blocks that this capture has written or was seen to allocate: where each begins, in the order of their numbers,
-        # and the number of the one that was at an address last, for addresses of tensors in them too.
-        self._starts: list[int] = []
-        self._made: dict[int, int] = {}
+        # Where pool blocks begin that this capture has written or was seen to allocate, and where views of them do.
+        self._made: set[int] = set()
+        self._outside: set[int] = set()  # addresses of externals
         self._before: list[tuple[int, int]] = []  # pool blocks that were alive when it began
         self.externals: dict[int, External] = {}  # by storage
         self._unsure: dict[int, External] = {}  # of these, the ones that may yet turn out to be the pool's
-        self._spans: list[tuple[int, int]] = []  # of each external's memory, in the order of their numbers
-        self._numbers: dict[int, int] = {}  # by storage
-        self._met: dict[int, tuple[int, int]] = {}  # by the object that an external holds: its address and number
         self.recording: Recording | None = None
         self.segment = 0  # its number
         self.harmless = True  # the first segment has written no external
@@ -126,17 +117,10 @@ class Watch(_torch.WatchingMode):
         """Pass nothing on any more."""
         self.recording, self._record = None, _no_recording
 
-    def end_segment(self) -> None:
-        """What was passed on is whole. Raises a CaptureError if it isn't as it should be."""
-
-    def finish(self) -> None:
-        """At the end, before the capture counts as whole. Raises a CaptureError if it doesn't."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         # What this does for every op is most of what a recording costs: operands in blocks of its own pass by their address.
         op, made = _ops.get(id(func)) or _learn(func), self._made
         plain, kwargs = op.plain, kwargs or {}
-        operands: list[int] = []
         try:
             if is_grad_enabled() and func is not _CAST:
                 _refuse_training(op.name, (args, *kwargs.values()))
@@ -144,94 +128,47 @@ class Watch(_torch.WatchingMode):
                 kind = type(a)
                 if kind is Tensor:
                     try:
-                        if (number := made.get(a.data_ptr())) is not None:
-                            operands.append(number)
+                        if a.data_ptr() in made:
                             continue
                     except RuntimeError:  # it has no storage, as a sparse one
                         pass
                 elif kind in plain:
                     continue
-                self._see(a, op, operands)
+                self._see(a, op)
             if op.writes[0]:
                 self._write(op, args, kwargs)
             if types and any(t.__torch_dispatch__ is not _NO_WRAPPER for t in types):
                 return NotImplemented  # torch asks the subclass, and its inner ops come here one by one
-            return self._run(op, operands, args, kwargs)
+            result = self._record(func, args, kwargs)
+            if not op.restores:
+                self._note_made(result)
+            return result
         except CaptureError as e:
             self.error = self.error or e
             raise
 
-    def _run(self, op: Op, operands: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Have an op recorded, whose operands have been looked at."""
-        result = self._record(op.func, args, kwargs)
-        try:
-            if type(result) is Tensor and not op.restores and result.data_ptr() in self._made:
-                return result
-        except RuntimeError:  # it has no storage, as a sparse one
-            return result
-        self._made_by(op, result, operands)
-        return result
-
-    def _made_by(self, op: Op, result: Any, operands: list[int]) -> bool:
-        """Number the memory that is new in an op's result. False if there is no telling."""
-        if not op.restores or not isinstance(result, Tensor):
-            return self._note_made(result, operands)
-        address, start = result.data_ptr(), _torch.storage_span(result)[0]
-        if not any(n >= 0 and self._starts[n] == start for n in operands):
-            # In a block that nobody saw taken, or which was given as a storage: what was there before doesn't count.
-            self._made.pop(address, None)
-            if not op.name.startswith("aten.set_"):
-                self._made.pop(start, None)
-            elif (number := self._made.get(start)) is not None:
-                self._made[address] = number
-        return False
-
-    def _see(self, value: Any, op: Op, operands: list[int]) -> None:
-        """Number the tensors in an operand, and hold them, unless this capture made their memory. By storage: two may lie at
-        one address."""
+    def _see(self, value: Any, op: _Op) -> None:
+        """Hold the tensors in an operand, unless this capture made their memory. By storage: two may lie at one address."""
         if not isinstance(value, Tensor):
             if isinstance(value, list | tuple):
                 for v in value:
-                    self._see(v, op, operands)
+                    self._see(v, op)
             return
         try:
-            address = value.data_ptr()
-            known = self._made.get(address)
-            if known is None and (met := self._met.get(id(value))) is not None and met[0] == address:
-                known = met[1]
-            storage = value.untyped_storage() if known is None else None
-            start = storage.data_ptr() if storage is not None else 0
-        except RuntimeError:  # without storage: a sparse one, or a wrapper, whose inner tensors come next
-            operands.append(UNKNOWN)
+            key = _torch.storage_key(value)
+            if key in self.externals or not value.numel():
+                return
+            address = _torch.storage_span(value)[0]
+        except RuntimeError:
+            return  # without storage: a sparse one, or a wrapper, whose inner tensors come next
+        if address in self._made or value.layout is not torch.strided:
             return
-        operands.append(self._number(value, storage, start, op) if known is None else known)
-
-    def _number(self, value: Tensor, storage: Any, start: int, op: Op) -> int:
-        key = storage._cdata
-        number = self._numbers.get(key)
-        if number is not None or not value.numel():
-            return NOTHING if number is None else number
-        number = self._made.get(start)
-        if number is not None:
-            return number
-        if value.layout is not torch.strided:
-            return UNKNOWN
-        span = start, start + storage.nbytes()
-        external = self._external(value, span, op)
-        if external is None:
-            self.prove(value, op.name)
-            return self._made[start]
-        self.externals[key] = self._unsure[key] = external
-        self._spans.append(span)
-        number = self._numbers[key] = -len(self._spans)
-        self._met[id(value)] = value.data_ptr(), number
-        return number
-
-    def _external(self, value: Tensor, span: tuple[int, int], op: Op) -> External | None:
-        """What to hold of a tensor that is used for the first time; None if it is in the pool, as far as is known."""
         if self.pool.owns(value, look=False):
-            return None
-        return External(value.detach(), value, op.name, _where.caller(), self.segment)
+            self.prove(value, op.name)
+            return
+        external = External(value.detach(), value, op.name, _where.caller(), self.segment)
+        self.externals[key] = self._unsure[key] = external
+        self._outside.add(address)
 
     def settle(self) -> None:
         """At a segment's end: of what it met first, some may lie in memory that the pool has taken since it was looked at.
@@ -242,7 +179,8 @@ class Watch(_torch.WatchingMode):
         unsure, self._unsure = self._unsure, {}
         for key, external in unsure.items():
             if self.pool.owns(external.tensor):
-                del self.externals[key], self._numbers[key], self._met[id(external.seen)]
+                del self.externals[key]
+                self._outside.discard(_torch.storage_span(external.tensor)[0])
                 self.prove(external.tensor, external.op, external.where)
 
     def begin(self) -> None:
@@ -252,7 +190,7 @@ class Watch(_torch.WatchingMode):
     def allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory of the pool for a hand-off, which a break is about to write."""
         t = self.pool.empty(size, stride, dtype)
-        self._add(_torch.storage_span(t)[0])
+        self._made.add(_torch.storage_span(t)[0])
         return t
 
     def claim(self) -> None:
@@ -264,37 +202,19 @@ class Watch(_torch.WatchingMode):
             del makers[address]
         makers.update({a: (size, self._name) for a, size in alive.items() if a not in before})
 
-    def _add(self, start: int) -> int:
-        number = self._made[start] = len(self._starts)
-        self._starts.append(start)
-        return number
-
-    def _note_made(self, result: Any, operands: list[int]) -> bool:
-        """Number the memory that is new in a result: in none of the operands' blocks. False if there is no telling."""
+    def _note_made(self, result: Any) -> None:
         if isinstance(result, Tensor):
             try:
                 address = result.data_ptr()
             except RuntimeError:
-                return False  # it has no storage, as a sparse one
-            if not address:
-                return not result.numel()
-            offset = result.storage_offset()
-            start = address - int(offset) * result.itemsize if offset else address
-            for n in operands:
-                if n >= 0:
-                    if self._starts[n] == start:
-                        self._made[address] = n
-                        return True
-                elif n > NOTHING:
-                    first, end = self._spans[-1 - n]
-                    if first <= start < end:
-                        return True
-            self._made[start] = self._made[address] = len(self._starts)
-            self._starts.append(start)
-            return True
-        if isinstance(result, list | tuple):
-            return all([self._note_made(r, operands) for r in result])
-        return False
+                return  # it has no storage, as a sparse one
+            if address and address not in self._made:
+                start = address - int(result.storage_offset()) * result.itemsize
+                if start not in self._outside:
+                    self._made.update((start, address))
+        elif isinstance(result, list | tuple):
+            for r in result:
+                self._note_made(r)
 
     def prove(self, t: Tensor, user: Any, where: str = "") -> None:
         """See that this capture made ``t``'s memory: what another one left in the pool is overwritten without notice.
@@ -306,7 +226,7 @@ class Watch(_torch.WatchingMode):
         if address in self._made:
             return
         if not _inside(address, self._before) and _inside(address, self.pool.blocks()):
-            self._add(address)
+            self._made.add(address)
             return
         maker = next((f"{name} made it" for a, (n, name) in _makers.get(self.pool, {}).items() if a <= address < a + n), None)
         at = where or _where.caller()
@@ -316,7 +236,7 @@ class Watch(_torch.WatchingMode):
             "outside graphs, or give the captures pools of their own."
         )
 
-    def _write(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _write(self, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for t in _tensors(_torch.written(op.writes, args, kwargs)):
             if t.layout is torch.strided:
                 external = self.externals.get(_torch.storage_key(t))
@@ -325,23 +245,20 @@ class Watch(_torch.WatchingMode):
                     self.harmless = self.harmless and self.segment > 0
 
 
-def _no_recording(*_: Any) -> Any:
-    raise AssertionError("an op was seen between two segments")
+def _no_recording(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise AssertionError("no segment is being recorded")
 
 
 def _observed(observer: Observer, recording: Recording) -> Callable[..., Any]:
-    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Step | None = None) -> Any:
-        return observer(functools.partial(recording.run, placed=placed), func, args, kwargs)
-
-    return run
+    return functools.partial(observer, recording.run)
 
 
-def _learn(func: Any) -> Op:
+def _learn(func: Any) -> _Op:
     schema = getattr(func, "_schema", None)  # a higher-order op has none
     types = [set(re.findall(r"\w+", str(a.type))) for a in schema.arguments] if schema is not None else [{"Any"}]
     plain = _PLAIN | {list, tuple} if all(t <= _TENSOR or t <= _NUMBERS for t in types) else _PLAIN
     restores = schema is not None and schema.name.rpartition("::")[2] in _torch.RE_STORING
-    op = _ops[id(func)] = Op(func, str(func), plain, _torch.written_arguments(func), restores)
+    op = _ops[id(func)] = _Op(func, str(func), plain, _torch.written_arguments(func), restores)
     return op
 
 

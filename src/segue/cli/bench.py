@@ -148,11 +148,10 @@ def prime(
     result = bench_prime.measure(device, shape, lengths=chosen, times=times, progress=log.print)
     about = (
         f"Medians of {times}, eager, breakable and prime in turns; each fills a fresh cache and gives the last logits. "
-        "*kernel sum*: device time of all that one call has the device do but the copy-out, its kernels one after the other (of "
-        "the graph on one stream). *recording*: one capture, without warm-up, garbage collection, tracing and the search for "
-        "cuts and streams."
+        "*kernel sum*: device time of all that one call has the device do but the copy-out, its kernels one after the other. "
+        "*recording*: one capture, without warm-up, garbage collection and the search for cuts."
     )
-    tables = {"One prompt as long as its bucket": result.rows, "Milliseconds of a replay, by how it is recorded": result.cuts}
+    tables = {"One prompt as long as its bucket": result.rows, "Milliseconds of a replay, by where it is cut": result.cuts}
     _publish("# Prime graphs", [*result.notes, about], tables, out, output, result.right)
 
 

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from segue.devices.aux_streams import Step
-
 
 @dataclass(frozen=True)
 class Traits:
@@ -56,31 +54,17 @@ class Segment(Protocol):
 class Recording(Protocol):
     """A segment being recorded. Ends by exactly one of ``commit`` and ``abort``."""
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Step | None = None) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one dispatched op (an ``OpOverload``) while recording it and return what the user's code sees.
 
         Called from the ``__torch_dispatch__`` of the capture's mode, with the mode switched off. ``self.reenter`` (set by
-        the capture before the first op) is that mode, for ops that must be opened to show the ops inside them. ``placed``:
-        how to record it where the segment is on auxiliary streams too; None for views, and for ops that are opened.
+        the capture before the first op) is that mode, for ops that must be opened to show the ops inside them.
         """
 
     reenter: AbstractContextManager[Any]
 
-    def shows(self, func: Any) -> bool:
-        """Whether an op is opened, and not recorded by itself."""
-
-    def size(self) -> int:
-        """How much has been recorded so far: the same for the same ops, however they were placed.
-
-        Raises:
-            UnseenWorkError: the recording looks, and something was recorded that no op told of.
-        """
-
-    def commit(self, at_once: bool = True) -> Segment:
-        """End the recording. The segment has not been launched yet.
-
-        ``at_once=False``: that will not be before others have been recorded, and part of the work may be done beside that.
-        """
+    def commit(self) -> Segment:
+        """End the recording. The segment has not been launched yet."""
 
     def abort(self) -> None:
         """End the recording and forget it. Never raises, and leaves the stream not capturing."""
@@ -136,12 +120,8 @@ class Device(Protocol):
     def session(self, pool: Any, stream: Any) -> AbstractContextManager[None]:
         """Around a whole capture: on the capture stream, after the caller's work; the caller's stream goes on after it."""
 
-    def begin(self, pool: Any, forked: bool = False, looks: bool = False) -> Recording:
-        """Start recording a segment into ``pool``, one of this device's, on the current stream.
-
-        ``forked``: ops go where they are placed. ``looks``: an error if something is recorded that no op tells of. Both where
-        the device can see to that.
-        """
+    def begin(self, pool: Any) -> Recording:
+        """Start recording a segment into ``pool``, one of this device's, on the current stream."""
 
     def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
         """Run ``fn`` and order what it leaves on other streams before what follows. Returns whether it used any."""

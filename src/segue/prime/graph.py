@@ -50,9 +50,6 @@ class PrimeGraph:
             a few patterns are recorded and measured, and the quickest is kept, where the device can measure; one whole
             graph elsewhere. :attr:`cuts` says which, to be pinned for other buckets: each pattern that lost holds its
             graph's driver memory until the pool is retired.
-        aux_streams: whether ops that don't need each other (keys, values and queries of a layer) run beside each other in
-            the graph. By default that is measured too. :attr:`aux_streams` says what was chosen. For it the forward is
-            called once more, to be traced, and must do the same ops each time.
         device: as for :class:`~segue.BreakableCapture`; by default that of the trunk's cache.
         pool: likewise; several graphs may share one, and do by default.
         stream: likewise.
@@ -60,7 +57,6 @@ class PrimeGraph:
     With ``SEGUE=off`` in the environment when it is made, nothing is captured and each run is eager.
 
     Raises:
-        UnseenWorkError: ``aux_streams=True``, and the forward launches kernels that no op tells of, or runs otherwise each time.
         CaptureError: the forward reads the host, has a data-dependent shape, or finds no memory.
         UsageError: the trunk doesn't keep to the protocol, is in training mode, or meets a break point.
     """
@@ -72,7 +68,6 @@ class PrimeGraph:
         requests: int = 1,
         *,
         cuts: Sequence[int] | None = None,
-        aux_streams: bool | None = None,
         device: str | torch.device | Device | None = None,
         pool: Pool | None = None,
         stream: Any = None,
@@ -106,7 +101,7 @@ class PrimeGraph:
             self._inputs = Inputs(parts[0], bucket, requests)
             self._inputs.fill(parts, example)
         self.off = _switch.off()
-        self._pattern = Pattern((), False)
+        self._cuts: Pattern = ()
         self._capture: BreakableCapture | None = None
         self._recorder = Recorder(
             self._body, Prime(trunk, self.scratch, self._inputs), self.device, self.pool, self._stream, self.name
@@ -114,8 +109,7 @@ class PrimeGraph:
         if not self.off:
             marked = self._recorder.warm()
             self._inputs.offsets.check(self.name)
-            self._pattern, self._capture = self._recorder.best(cuts, aux_streams, marked)
-            self._recorder.take_trace()
+            self._cuts, self._capture = self._recorder.best(cuts, marked)
             self._inputs.look_at(self._capture)
 
     @property
@@ -126,26 +120,16 @@ class PrimeGraph:
     @property
     def cuts(self) -> tuple[int, ...]:
         """After which marks it is cut."""
-        return self._pattern.cuts
-
-    @property
-    def aux_streams(self) -> bool:
-        """Whether it was recorded on auxiliary streams too."""
-        return self._pattern.aux_streams
+        return self._cuts
 
     @property
     def seconds(self) -> float:
-        """That the latest recording took, without warm-up, tracing and collecting garbage."""
+        """That the latest recording took, without warm-up and collecting garbage."""
         return self._recorder.seconds
 
     @property
-    def trace_seconds(self) -> float:
-        """That tracing the forward took, once, for all recordings on auxiliary streams; 0 without any."""
-        return self._recorder.trace_seconds
-
-    @property
     def measured(self) -> Mapping[Pattern, float]:
-        """Seconds of each way of recording it that was tried, where there was a choice and the device can measure."""
+        """Seconds of each pattern of cuts that was tried, where there was a choice and the device can measure."""
         return self._recorder.measured
 
     @property

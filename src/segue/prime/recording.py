@@ -17,10 +17,8 @@ from segue import _where
 from segue.capture import BreakableCapture, weak_ref_tensor
 from segue.capture.guards import one_capture
 from segue.capture.places import Places
-from segue.capture.tracing import trace_of
 from segue.devices import Device, Pool
-from segue.devices.trace import Trace
-from segue.errors import CaptureError, SegueError, UnseenWorkError, UsageError
+from segue.errors import CaptureError, SegueError, UsageError
 from segue.prime.cuts import Pattern, marks, patterns, pinned, quickest
 from segue.prime.trunk import Trunk
 
@@ -42,8 +40,6 @@ class Recorder:
     Args:
         run: the forward over fixed memory, to tensors.
         root: where the names of what it reads are looked for.
-        like: the trace of a forward that probably does the same ops, of another bucket; if this one doesn't, it is traced
-            itself.
     """
 
     def __init__(
@@ -54,15 +50,12 @@ class Recorder:
         pool: Pool,
         stream: Any,
         name: str,
-        like: Trace | None = None,
     ) -> None:
-        self._run, self._prime, self._name, self._like = run, root, name, like
+        self._run, self._prime, self._name = run, root, name
         self._root: Prime | Places = root
         self._device, self._pool, self._stream = device, pool, stream
         self.seconds = 0.0  # that the latest recording took
-        self.trace_seconds = 0.0
-        self._trace: Trace | None = None
-        self.measured: dict[Pattern, float] = {}  # seconds, where there was a choice and it was measured
+        self.measured: dict[Pattern, float] = {}  # seconds of each pattern, where there was a choice and it was measured
         self.results: dict[BreakableCapture, Results] = {}
 
     def warm(self) -> int:
@@ -75,83 +68,43 @@ class Recorder:
         self._root = Places(self._prime)  # which each recording would look for again
         return marked
 
-    def take_trace(self) -> Trace | None:
-        """The trace that was followed last, if any, for another bucket's recorder."""
-        found, self._trace = self._trace, None
-        return None if found is None else found.lend()
-
-    def best(self, cuts: Sequence[int] | None, aux_streams: bool | None, marked: int) -> tuple[Pattern, BreakableCapture]:
-        """Record as pinned, or as is quickest, where the device can measure.
+    def best(self, cuts: Sequence[int] | None, marked: int) -> tuple[Pattern, BreakableCapture]:
+        """Record with the pinned ``cuts``, or with the quickest pattern, where the device can measure.
 
         Raises:
             UsageError: a cut is no mark.
         """
-        ways = [pinned(cuts, marked)] if cuts is not None else patterns(marked)
-        choices = [aux_streams] if aux_streams is not None else [True, False]
-        if not self._device.traits.timing or (len(ways) == 1 and len(choices) == 1):
-            best = Pattern(ways[0], choices[0])
-            try:
-                return best, self.record(best)
-            except UnseenWorkError:
-                if len(choices) == 1:
-                    raise
-            best = best._replace(aux_streams=False)
-            return best, self.record(best)
-        best, capture, self.measured = quickest(ways, choices, self.record, self._device)
+        if cuts is not None or not self._device.traits.timing:
+            pattern = pinned(cuts or (), marked)
+            return pattern, self.record(pattern)
+        best, capture, self.measured = quickest(patterns(marked), self.record, self._device)
         self.results = {capture: self.results[capture]}
-        shown = ", ".join(f"{pattern} {seconds * 1e3:.3f} ms" for pattern, seconds in self.measured.items())
-        log.info("segue: %s is cut after %s: %s", self._name, best, shown)
+        shown = ", ".join(f"{list(pattern)} {seconds * 1e3:.3f} ms" for pattern, seconds in self.measured.items())
+        log.info("segue: %s is cut after %s: %s", self._name, list(best), shown)
         return best, capture
 
-    def record(self, pattern: Pattern, at_end: AtEnd | None = None) -> BreakableCapture:
+    def record(self, cuts: Pattern, at_end: AtEnd | None = None) -> BreakableCapture:
         """Record once. ``results`` then has what the forward returned, as views of graph memory that own nothing.
 
         ``at_end``: gets what the forward returned; what it returns is called when all of it has run, and nobody else
         can replay in the pool.
 
         Raises:
-            CaptureError: the forward can't be in a graph. UnseenWorkError: not on auxiliary streams. UsageError: it met a
-                break point.
+            CaptureError: the forward can't be in a graph. UsageError: it met a break point.
         """
-        if not pattern.aux_streams:
-            return self._record(pattern, None, at_end)
-        borrowed = self._trace is None and self._like is not None
-        if self._trace is None:
-            self._trace = self._like or self._traced()
-        try:
-            return self._record(pattern, self._trace, at_end)
-        except UnseenWorkError:
-            if not borrowed:
-                raise
-        self._trace = self._traced()
-        return self._record(pattern, self._trace, at_end)
-
-    def _record(self, pattern: Pattern, trace: Trace | None, at_end: AtEnd | None) -> BreakableCapture:
-        if trace is not None:
-            trace.plan(c for c in pattern.cuts if c <= len(trace.marks))
-        capture = BreakableCapture(
-            pool=self._pool, stream=self._stream, name=self._name, root=self._root, overlap=True, trace=trace
-        )
+        capture = BreakableCapture(pool=self._pool, stream=self._stream, name=self._name, root=self._root, overlap=True)
         start = time.perf_counter()
-        try:
-            with self._named_errors(), torch.inference_mode(), capture:
-                marks.begin(capture, pattern.cuts)
-                try:
-                    results = self._run()
-                finally:
-                    marks.end()
-                if at_end is not None:
-                    capture.at_end(at_end(results))
-        except UnseenWorkError:
-            self._refuse_breaks(capture)  # which were plain calls when it was traced
-            raise
-        self._refuse_breaks(capture)
+        with self._named_errors(), torch.inference_mode(), capture:
+            marks.begin(capture, cuts)
+            try:
+                results = self._run()
+            finally:
+                marks.end()
+            if at_end is not None:
+                capture.at_end(at_end(results))
         # In the pool, results are only needed from a replay to the copy after it, which one turn covers.
         self.results[capture] = tuple(weak_ref_tensor(t) if self._pool.owns(t) else t for t in results)
         self.seconds = time.perf_counter() - start
-        return capture
-
-    def _refuse_breaks(self, capture: BreakableCapture) -> None:
         breaks = capture.breaks
         if breaks:
             capture.close()
@@ -159,31 +112,12 @@ class Recorder:
                 f"{self._name}: the trunk's forward met {breaks} break points. A prime graph has nothing live between "
                 "its segments: call the undecorated functions in the trunk, or capture it with a breakable runner"
             )
-
-    def _traced(self) -> Trace:
-        start, found = time.perf_counter(), Trace()
-        marks.begin(trace=found)
-        try:
-            with self._named_errors(), torch.inference_mode():
-                trace_of(self._run, self._device, self._pool, self._stream, self._name, found)
-        except UnseenWorkError:
-            raise
-        except Exception:
-            self._record(Pattern((), False), None, None).close()  # which says why, as captures do
-            raise
-        finally:
-            marks.end()
-        self.trace_seconds = time.perf_counter() - start
-        return found
+        return capture
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
         try:
             yield
-        except UnseenWorkError as e:
-            if str(e).startswith(self._name):
-                raise
-            raise UnseenWorkError(f"{self._name}: {e}") from e
         except SegueError as e:
             if type(e) is not CaptureError or "into a break" not in str(e):
                 raise

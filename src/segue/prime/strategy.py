@@ -11,11 +11,10 @@ from torch import Tensor
 
 from segue import _torch
 from segue.capture import BreakableCapture, current_forward_ctx
-from segue.devices.trace import Trace
-from segue.errors import ReplayError, UnseenWorkError
+from segue.errors import ReplayError
 from segue.prime.body import Offsets
 from segue.prime.copyout import CopyOut
-from segue.prime.cuts import Pattern, pinned
+from segue.prime.cuts import pinned
 from segue.prime.delivery import deliver
 from segue.prime.recording import Prime, Recorder, Results
 from segue.prime.requests import Batch
@@ -35,7 +34,7 @@ class PrimeStrategy:
             it is no batch of fresh prompts.
         x: the input that has the embedded tokens [tokens, D], padded with zeros.
         requests: the most prompts in a call.
-        cuts, aux_streams: as for :class:`~segue.PrimeGraph`; measured at the first capture and kept for the others.
+        cuts: as for :class:`~segue.PrimeGraph`; measured at the first capture and kept for the others.
         most_rows: the largest bucket. A trunk with ``part()`` makes one scratch cache of so many rows, and the graphs of all
             buckets fill that; by default it is made anew for a bucket larger than those before.
     """
@@ -49,13 +48,10 @@ class PrimeStrategy:
         x: str = "x",
         requests: int = 1,
         cuts: Sequence[int] | None = None,
-        aux_streams: bool | None = None,
         most_rows: int = 0,
     ) -> None:
-        self.trunk, self.requests, self.cuts, self.aux_streams = trunk, requests, cuts, aux_streams
-        self._pinned_streams = aux_streams is not None
+        self.trunk, self.requests, self.cuts = trunk, requests, cuts
         self._fresh, self._x, self._most_rows = fresh, x, most_rows
-        self._trace: Trace | None = None  # of the last bucket
         self._programs: weakref.WeakSet[_Captured] = weakref.WeakSet()
         self._shared: weakref.ref[_Shared] | None = None  # goes with the last graph that fills it
 
@@ -119,13 +115,12 @@ class PrimeStrategy:
             return (self.trunk.forward(x, filling.offsets.cu_seqlens, filling.scratch),)
 
         root = Prime(self.trunk, filling.scratch, (x, filling.offsets))
-        recorder = Recorder(run, root, job.pool.device, job.pool, job.stream, filling.name, like=self._trace)
+        recorder = Recorder(run, root, job.pool.device, job.pool, job.stream, filling.name)
         marked = recorder.warm()
         filling.offsets.check(filling.name)
-        if (self.cuts is None or self.aux_streams is None) and job.pool.device.traits.timing:
-            (self.cuts, self.aux_streams), found = recorder.best(self.cuts, self.aux_streams, marked)
+        if self.cuts is None and job.pool.device.traits.timing:
+            self.cuts, found = recorder.best(None, marked)
             found.close()
-        pattern = Pattern(pinned(self.cuts or (), marked), self.aux_streams is not False)
 
         def at_end(results: Results) -> Callable[[], object]:
             finish = job.arrived(results[0])
@@ -136,13 +131,7 @@ class PrimeStrategy:
 
             return finished
 
-        try:
-            capture = recorder.record(pattern, at_end)
-        except UnseenWorkError:  # another bucket may take kernels that the measured one didn't
-            if self._pinned_streams:
-                raise
-            capture = recorder.record(pattern._replace(aux_streams=False), at_end)
-        self._trace = recorder.take_trace() or self._trace
+        capture = recorder.record(pinned(self.cuts or (), marked), at_end)
         program = _Captured(capture, filling, job.tokens)
         self._programs.add(program)
         return program

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from segue.devices import aux_streams
 from segue.devices.cuda import raw, streams
-from segue.devices.cuda.forked import ForkedRecording
 from segue.devices.cuda.pool import CudaPool, session_books
 from segue.devices.cuda.recording import CudaRecording
 from segue.devices.protocol import Traits
 from segue.errors import UsageError
-
-
-class _Prepared(threading.local):
-    """cuBLAS handles, and with them the workspaces, are each thread's own."""
-
-    done = False
 
 
 class CudaDevice:
@@ -34,9 +25,6 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._pool: CudaPool | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._aux: list[torch.cuda.Stream] = []
-        self._events: list[Any] = []  # for the edges between streams of a segment; one capture at a time uses them
-        self._prepared = _Prepared()
 
     def default_pool(self) -> CudaPool:
         if self._pool is None:
@@ -67,28 +55,8 @@ class CudaDevice:
             finally:
                 caller.wait_stream(stream)
 
-    def begin(self, pool: CudaPool, forked: bool = False, looks: bool = False) -> CudaRecording:
-        if not (forked or looks) or not raw.has_cuda_runtime():
-            return CudaRecording(pool)
-        return ForkedRecording(pool, self._aux_streams() if forked else (), self._events, looks)
-
-    def _aux_streams(self) -> list[torch.cuda.Stream]:
-        """The device's auxiliary streams, on which this thread's libraries have what they can't make in a capture."""
-        while len(self._aux) < aux_streams.COUNT:
-            self._aux.append(raw.private_stream(self.torch_device))
-        for stream in self._aux:
-            with torch.cuda.stream(stream):
-                torch.cuda.current_blas_handle()
-        if not self._prepared.done:
-            self._prepared.done = True
-            for stream in self._aux:
-                with torch.cuda.stream(stream):
-                    for dtype in (torch.float32, torch.bfloat16):  # with and without cuBLASLt, which has a workspace of its own
-                        a = torch.zeros(16, 16, dtype=dtype, device=self.torch_device)
-                        torch.nn.functional.linear(a, a, a[0])
-                        torch.mm(a, a)
-                stream.synchronize()
-        return self._aux
+    def begin(self, pool: CudaPool) -> CudaRecording:
+        return CudaRecording(pool)
 
     def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
         return streams.ordered(fn)

@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -186,76 +186,6 @@ def private_stream(device: torch.device) -> torch.cuda.Stream:
         if int(error) != 0:
             return torch.cuda.Stream(device)
         return torch.cuda.ExternalStream(int(handle), device=device)
-
-
-def has_cuda_runtime() -> bool:
-    """Whether cuda-bindings is installed."""
-    return _cuda_runtime() is not None
-
-
-def captured_nodes(device: int) -> int:
-    """How many nodes the stream capture under way on the current stream has by now; 0 without cuda-bindings."""
-    runtime = _cuda_runtime()
-    if runtime is None:
-        return 0
-    found = runtime.cudaStreamGetCaptureInfo(runtime.cudaStream_t(current_stream(device)))
-    nodes = runtime.cudaGraphGetNodes(found[3])
-    for error in (found[0], nodes[0]):
-        if error is not runtime.cudaError_t.cudaSuccess:
-            raise _failure(error, "the nodes of a capture were counted")
-    return int(nodes[-1])
-
-
-class StreamCapture:
-    """The stream capture under way on the first of ``streams``, closer than torch lets one see it. Needs cuda-bindings.
-
-    Streams go by their number. Events and waits are raw, so that who watches torch's doesn't take them for the user's.
-
-    Args:
-        streams: the capture stream, and others that may become part of the capture.
-        events: a store of events, which this one uses from the start and adds to.
-    """
-
-    def __init__(self, streams: Sequence[torch.cuda.Stream], events: list[Any]) -> None:
-        self._runtime = runtime = _cuda_runtime()
-        self._events, self._used, self._fine = events, 0, runtime.cudaError_t.cudaSuccess
-        self._streams = [runtime.cudaStream_t(s.cuda_stream) for s in streams]
-
-    def reached(self, stream: int) -> tuple[int, int]:
-        """What tells one point of a stream from another: of the nodes that come last there, how many there are, and the
-        first."""
-        found = self._runtime.cudaStreamGetCaptureInfo(self._streams[stream])
-        self._see(found[0])
-        nodes = found[4]  # before CUDA 13 no edge data follow them
-        return (len(nodes), int(nodes[0])) if nodes else (0, 0)
-
-    def mark(self, stream: int) -> Any:
-        """An event at the point that a stream has reached."""
-        runtime = self._runtime
-        if self._used == len(self._events):
-            error, made = runtime.cudaEventCreateWithFlags(runtime.cudaEventDisableTiming)
-            self._see(error)
-            self._events.append(made)
-        event = self._events[self._used]
-        self._used += 1
-        self._see(*runtime.cudaEventRecord(event, self._streams[stream]))
-        return event
-
-    def wait(self, stream: int, event: Any) -> None:
-        """Have what a stream is given next come after ``event``."""
-        self._see(*self._runtime.cudaStreamWaitEvent(self._streams[stream], event, 0))
-
-    def _see(self, error: Any) -> None:
-        if error is not self._fine:
-            raise _failure(error, "the streams of a capture were ordered")
-
-
-def current_setter(stream: torch.cuda.Stream) -> Callable[[], None]:
-    """What makes ``stream`` current, quickly and unobserved."""
-    set_stream: Callable[..., None] = torch._C._cuda_setStream
-    return functools.partial(
-        set_stream, stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
-    )
 
 
 def _node_count(graph: torch.cuda.CUDAGraph) -> int | None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 
 from segue import _torch
-from segue.devices.aux_streams import Step
 from segue.devices.cuda import raw
 from segue.devices.cuda.pool import CudaPool
 from segue.devices.cuda.streams import Seen, observing
@@ -21,23 +17,11 @@ from segue.errors import CaptureError
 
 
 class CudaSegment:
-    """One CUDA graph, instantiated or about to be.
+    """One instantiated CUDA graph. ``draws``: it was given a random generator of its own."""
 
-    ``draws``: it was given a random generator of its own. ``made``: waits until it is instantiated.
-    """
+    __slots__ = ("_draws", "_events", "_forbid", "_waits", "empty", "graph", "launch")
 
-    __slots__ = ("_draws", "_events", "_forbid", "_made", "_waits", "empty", "graph", "launch")
-
-    def __init__(
-        self,
-        graph: torch.cuda.CUDAGraph,
-        empty: bool,
-        seen: Seen,
-        device: int,
-        draws: bool = False,
-        made: Callable[[], None] | None = None,
-    ) -> None:
-        self._made = made or _nothing
+    def __init__(self, graph: torch.cuda.CUDAGraph, empty: bool, seen: Seen, device: int, draws: bool = False) -> None:
         self._waits, self._events = list(seen.waits), seen.records
         self.graph, self.empty = graph, empty and not self._waits and not self._events
         self._forbid, self._draws = _nothing, draws
@@ -45,7 +29,6 @@ class CudaSegment:
 
     def _first_launch(self, device: int) -> None:
         """By torch, which sets the generators that the graph draws from. If it draws from none, later launches do without."""
-        self._made()
         self.launch = launch = self._surrounded(raw.graph_launcher(self.graph))
         before = raw.random_state(device)
         launch()
@@ -59,8 +42,6 @@ class CudaSegment:
 
     def destroy(self) -> None:
         """Free the graph. A later launch is an error, never a stale result."""
-        with contextlib.suppress(Exception):
-            self._made()
         self._forbid()
         self.graph.reset()
 
@@ -104,64 +85,30 @@ class CudaRecording:
             self.abort()
             raise
 
-    def shows(self, func: Any) -> bool:
-        return False
-
-    def size(self) -> int:
-        return raw.captured_nodes(self._device)
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Step | None = None) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs and kwargs.get("generator") is not None:
             self._draws = True
         return _torch.kernel(func)(*args, **kwargs)
 
-    def commit(self, at_once: bool = True) -> CudaSegment:
+    def commit(self) -> CudaSegment:
         """End the capture and instantiate the graph.
 
         Raises:
             CaptureError: CUDA had invalidated the capture.
         """
         self._scope.close()
-        made = None
         try:
             empty = raw.end_graph(self._graph)
             if not empty:
-                if at_once:
-                    self._graph.instantiate()
-                else:
-                    made = _instantiating(self._graph, self._device)
+                self._graph.instantiate()
         except Exception as e:
             self.abort()
             raise CaptureError(_why(str(e))) from e
-        return CudaSegment(self._graph, empty, self._seen, self._device, self._draws, made)
+        return CudaSegment(self._graph, empty, self._seen, self._device, self._draws)
 
     def abort(self) -> None:
         self._scope.close()
         raw.abandon_graph(self._graph)
-
-
-def _instantiating(graph: torch.cuda.CUDAGraph, device: int) -> Callable[[], None]:
-    """Instantiate in another thread, which takes 2 to 10 ms for a thousand nodes and no interpreter. What is returned waits for
-    it."""
-
-    def work() -> None:
-        torch.cuda.set_device(device)
-        graph.instantiate()
-
-    future = _workers().submit(work)
-
-    def wait() -> None:
-        try:
-            future.result()
-        except Exception as e:
-            raise CaptureError(_why(str(e))) from e
-
-    return wait
-
-
-@functools.cache
-def _workers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(2, thread_name_prefix="segue")
 
 
 def _why(text: str) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from segue.devices.aux_streams import COUNT
 from segue.devices.emulator import guard
 from segue.devices.emulator.pool import EmulatedPool
 from segue.devices.emulator.recording import EmulatedRecording
@@ -47,8 +46,8 @@ class Emulator:
             finally:
                 guard.sweep()
 
-    def begin(self, pool: EmulatedPool, forked: bool = False, looks: bool = False) -> EmulatedRecording:
-        return EmulatedRecording(pool, COUNT if forked else 0)
+    def begin(self, pool: EmulatedPool) -> EmulatedRecording:
+        return EmulatedRecording(pool)
 
     def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
         return fn(), False

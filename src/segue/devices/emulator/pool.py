@@ -42,8 +42,8 @@ class EmulatedPool:
         self.replays = 0
         self.poison_freed = os.environ.get("SEGUE_POISON", "") not in ("", "0")
         self.recording = False
-        self._arenas = [Arenas()]  # by stream: a free block is used again by the stream that had it
-        self._live: dict[int, tuple[int, int, Arenas]] = {}  # address -> bytes, serial number of the allocation
+        self._arenas = Arenas()
+        self._live: dict[int, tuple[int, int]] = {}  # address -> bytes, serial number of the allocation
         self._serial = 0
         self._dead: deque[int] = deque()
         self._books = threading.Lock()
@@ -58,21 +58,19 @@ class EmulatedPool:
 
     def holds(self, address: int) -> bool:
         """Whether ``address`` lies in this pool."""
-        return any(arenas.holds(address) for arenas in self._arenas)
+        return self._arenas.holds(address)
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.allocate(_extent(size, stride) * dtype.itemsize, dtype, size, stride, 0)
 
     def allocate(
-        self, nbytes: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int, stream: int = 0
+        self, nbytes: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
     ) -> Tensor:
         """A tensor over a block of its own. The block is free again when the last C++ reference to its storage dies."""
         with self._open():
-            while len(self._arenas) <= stream:
-                self._arenas.append(Arenas())
-            address, taken = self._arenas[stream].take(nbytes)
+            address, taken = self._arenas.take(nbytes)
             self._serial += 1
-            self._live[address] = taken, self._serial, self._arenas[stream]
+            self._live[address] = taken, self._serial
         t = _torch.tensor_at(address, nbytes, dtype, size, stride, offset, _CPU)
         weakref.finalize(t.untyped_storage(), self._died, address).atexit = False
         return t
@@ -88,15 +86,15 @@ class EmulatedPool:
 
     def blocks(self) -> list[tuple[int, int]]:
         with self._open():
-            return [(address, size) for address, (size, *_) in self._live.items()]
+            return [(address, size) for address, (size, _) in self._live.items()]
 
     def usage(self) -> PoolUsage:
         with self._open():
-            return PoolUsage(sum(a.reserved for a in self._arenas), sum(size for size, *_ in self._live.values()))
+            return PoolUsage(self._arenas.reserved, sum(size for size, _ in self._live.values()))
 
     def poison(self) -> int:
         with self._open():
-            free = [block for arenas in self._arenas for block in arenas.free_blocks()]
+            free = self._arenas.free_blocks()
             for address, size in free:
                 ctypes.memset(address, 0xFF, size)
         return sum(size for _, size in free)
@@ -142,13 +140,12 @@ class EmulatedPool:
     def _bury(self) -> None:
         while self._dead:
             address = self._dead.popleft()
-            size, _, arenas = self._live.pop(address)
+            size, _ = self._live.pop(address)
             if self.poison_freed:
                 ctypes.memset(address, 0xFF, size)
-            arenas.give(address, size)
+            self._arenas.give(address, size)
         if self._retiring and not (self._segments or self.recording):
-            for arenas in self._arenas:
-                arenas.release()
+            self._arenas.release()
 
     @contextmanager
     def _open(self) -> Iterator[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -14,8 +13,6 @@ import torch
 from torch import Generator, Tensor
 
 from segue import _torch, _where
-from segue.devices.aux_streams import Held
-from segue.devices.aux_streams import Step as Placed
 from segue.devices.emulator.guard import HostGuard, eager_compiled
 from segue.devices.emulator.pool import EmulatedPool
 from segue.devices.emulator.rules import MEND, Facts, check_arguments, facts, refusal
@@ -32,15 +29,11 @@ class EmulatedRecording:
 
     reenter: AbstractContextManager[Any]
 
-    def __init__(self, pool: EmulatedPool, aux_streams: int = 0) -> None:
+    def __init__(self, pool: EmulatedPool) -> None:
         if pool.recording:
             raise UsageError("this pool is being recorded into already; one capture at a time")
         self._pool, self._first_serial = pool, pool.serial
         self._steps: list[Step] = []
-        self._counts = [0] * (1 + aux_streams)  # steps of each stream
-        self._waits: list[list[tuple[int, int]]] = [[] for _ in self._counts]  # of each stream's next step
-        self._marks: list[tuple[int, int]] = []
-        self._held = Held()
         self._externals: dict[int, External] = {}
         self._literals: dict[int, Tensor] = {}  # held, so that no later storage takes over the identity
         self._refused: CaptureError | None = None
@@ -56,13 +49,7 @@ class EmulatedRecording:
         self._guard.enter()
         pool.recording = True
 
-    def shows(self, func: Any) -> bool:
-        return facts(func).opens is not None
-
-    def size(self) -> int:
-        return sum(step.run is not _nothing for step in self._steps)
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], placed: Placed | None = None) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func`` and record it.
 
         Raises:
@@ -83,12 +70,11 @@ class EmulatedRecording:
                 for g in (*args, *kwargs.values()):
                     if isinstance(g, Generator):
                         self._save_generator(g)
-            stream = self._enter(placed, args, kwargs) if placed is not None else 0
             result = known.run(*args, **kwargs)
             if known.op == "lift_fresh":
                 self._literals[_torch.storage_key(result)] = result
                 return result
-            return self._record(known, operands, args, kwargs, result, stream)
+            return self._record(known, operands, args, kwargs, result)
 
     def _opened(self, func: Any, known: Facts, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if known.body is not None:
@@ -103,7 +89,7 @@ class EmulatedRecording:
         self._refused = self._refused or error
         return error
 
-    def commit(self, at_once: bool = True) -> EmulatedSegment:
+    def commit(self) -> EmulatedSegment:
         """End the recording.
 
         Raises:
@@ -140,26 +126,8 @@ class EmulatedRecording:
         self._externals.clear()
         self._literals.clear()
 
-    def _enter(self, placed: Placed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        for stream, mark in placed.before:
-            if mark >= 0:
-                self._waits[stream].append(self._marks[mark])
-                continue
-            if self._waits[stream]:  # nothing has run on it since, and who waits for it waits for those too
-                self._add(Step(_nothing, None, "wait", "", stream))
-            self._marks.append((stream, self._counts[stream]))
-        self._held.follow(placed, args, kwargs)
-        return placed.stream
-
-    def _add(self, step: Step) -> None:
-        """``step``, after all that its stream has been told to wait for."""
-        after, self._waits[step.stream] = tuple(self._waits[step.stream]), []
-        self._steps.append(dataclasses.replace(step, after=after) if after else step)
-        self._counts[step.stream] += 1
-
     def _leave(self) -> None:
         self._open = False
-        self._held.clear()
         self._pool.recording = False
         self._guard.leave()
         self._stance.__exit__(None, None, None)
@@ -178,9 +146,9 @@ class EmulatedRecording:
             raise self.refuse(refusal(known.op, why))
 
     def _record(
-        self, known: Facts, operands: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, stream: int
+        self, known: Facts, operands: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
-        fresh = _Fresh(self._pool, known, {_torch.storage_key(t) for t in operands}, stream)
+        fresh = _Fresh(self._pool, known, {_torch.storage_key(t) for t in operands})
         mine = fresh.take(result, ())
         if fresh.refused is not None:
             raise self.refuse(refusal(known.op, fresh.refused))
@@ -188,7 +156,7 @@ class EmulatedRecording:
             where = _where.caller()
             bake = partial(self._bake, known.op, where)
             run = partial(known.run, *_map(bake, args), **{k: _map(bake, v) for k, v in kwargs.items()})
-            self._add(Step(run, _joined(fresh.stores), known.op, where, stream))
+            self._steps.append(Step(run, _joined(fresh.stores), known.op, where))
         return mine
 
     def _bake(self, op: str, where: str, t: Tensor) -> Tensor:
@@ -229,11 +197,11 @@ class EmulatedRecording:
 class _Fresh:
     """Moves what one op made into the pool. What shares memory with an operand stays: views, and in-place results."""
 
-    def __init__(self, pool: EmulatedPool, known: Facts, given: set[int], stream: int) -> None:
+    def __init__(self, pool: EmulatedPool, known: Facts, given: set[int]) -> None:
         self.stores: list[tuple[tuple[int, ...], Store]] = []  # where in the result, and how a replay writes it
         self.refused: str | None = None
         self.fill = not known.allocates or _torch.fills_empty()
-        self._pool, self._given, self._stream = pool, given, stream
+        self._pool, self._given = pool, given
         self._moved: dict[int, Tensor] = {}
 
     def take(self, value: Any, path: tuple[int, ...]) -> Any:
@@ -256,9 +224,7 @@ class _Fresh:
         nbytes, offset = value.untyped_storage().nbytes(), int(value.storage_offset())
         first = self._moved.get(key)
         if first is None:
-            mine = self._moved[key] = self._pool.allocate(
-                nbytes, value.dtype, value.size(), value.stride(), offset, self._stream
-            )
+            mine = self._moved[key] = self._pool.allocate(nbytes, value.dtype, value.size(), value.stride(), offset)
         else:
             mine = _torch.alias(first, value)
         address = _torch.storage_span(mine)[0]
@@ -275,10 +241,6 @@ def _take_back(undo: dict[tuple[str, int], Callable[[], None]], generators: dict
             restore()
         for generator, before in generators.items():
             generator.set_state(before)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _restore_storage(storage: torch.UntypedStorage, address: int, before: ctypes.Array[ctypes.c_char]) -> None:

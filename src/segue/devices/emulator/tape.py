@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,17 +27,12 @@ class External:
 
 @dataclass(frozen=True)
 class Step:
-    """One op: ``run`` with all its arguments bound, ``store`` for what it returns (None: nothing to store).
-
-    ``stream``: where it runs, after as many steps of other streams as ``after`` says: ``(stream, steps)``.
-    """
+    """One op: ``run`` with all its arguments bound, ``store`` for what it returns (None: nothing to store)."""
 
     run: Callable[[], Any]
     store: Store | None
     op: str
     where: str
-    stream: int = 0
-    after: tuple[tuple[int, int], ...] = ()
 
 
 class EmulatedSegment:
@@ -47,9 +41,6 @@ class EmulatedSegment:
     Recording ran every op, with the effect that the first launch has on CUDA. So the first launch after ``commit``
     finds its work done, and the ones after it run the tape. Whoever commits a segment launches it before any other launch, or
     discards it: then ``take_back`` undoes what its ops wrote outside the pool.
-
-    Where there are several streams, launches take turns between the extremes of what their order allows: each auxiliary stream
-    as early as may be, and as late. An edge that is missing shows.
     """
 
     def __init__(
@@ -57,8 +48,7 @@ class EmulatedSegment:
     ) -> None:
         self._take_back: Callable[[], object] | None = take_back
         self.steps: tuple[Step, ...] = tuple(steps)
-        streams = sorted({s.stream for s in steps})
-        self._orders: list[list[Step]] = [in_order(steps, streams[::-1]), in_order(steps, streams)] if streams[1:] else [steps]
+        self._destroyed = False
         self._externals = externals
         self._addresses = [(e.storage.data_ptr, e.address) for e in externals]
         self._ran = bool(steps)
@@ -75,7 +65,7 @@ class EmulatedSegment:
         Raises:
             ReplayError: memory that it uses was freed, resized or moved, or the segment was destroyed.
         """
-        if not self._orders:
+        if self._destroyed:
             raise ReplayError("a segment was launched after its capture was closed and its memory handed back")
         self._take_back = None
         if self._ran:
@@ -84,8 +74,6 @@ class EmulatedSegment:
         for address_now, address in self._addresses:
             if address_now() != address:
                 raise self._moved()
-        loop = self._orders[0]
-        self._orders.append(self._orders.pop(0))
         step = None
         try:
             # As a graph: no mode, no autograd and no cast of the caller's gets between the ops.
@@ -95,7 +83,7 @@ class EmulatedSegment:
                 _torch.dispatch_modes_off(),
                 _torch.autocast_off(),
             ):
-                for step in loop:
+                for step in self.steps:
                     if step.store is None:
                         step.run()
                     else:
@@ -112,7 +100,7 @@ class EmulatedSegment:
 
     def destroy(self) -> None:
         """Let go of everything. A later launch is refused."""
-        self._orders = []
+        self._destroyed = True
         self.steps, self._externals, self._addresses = (), [], []
         self._pool.disown(self)
 
@@ -123,15 +111,3 @@ class EmulatedSegment:
             f"a tensor that {e.op} at {e.where} uses {what} since it was captured, and the graph would go on with the "
             "old address. Keep its storage as it is and change the values in place (copy_), or capture again."
         )
-
-
-def in_order(steps: list[Step], preferred: list[int]) -> list[Step]:
-    """The steps in an order that their streams allow, those of the streams named first as early as possible."""
-    waiting = {stream: deque(s for s in steps if s.stream == stream) for stream in preferred}
-    done = dict.fromkeys(preferred, 0)
-    found: list[Step] = []
-    while len(found) < len(steps):
-        ready = next(q for q in waiting.values() if q and all(done.get(s, 0) >= n for s, n in q[0].after))
-        done[ready[0].stream] += 1
-        found.append(ready.popleft())
-    return found
