@@ -13,7 +13,7 @@ from torch import Tensor
 import segue
 from segue import _torch
 from segue.capture import reference_frame
-from segue.capture.made import Made
+from segue.capture.allocations import Allocations
 from segue.devices import Device
 from segue.runner import GraphRunner, Input
 
@@ -201,7 +201,7 @@ def test_a_closed_capture_gives_its_memory_back_without_the_garbage_collector(de
 def test_memory_of_the_forwards_that_is_free_again_counts_as_made_no_more(device: Device) -> None:
     """The reference went by address alone, and took what a break allocated there for memory of the forward's own."""
     x = torch.ones(4, 64, device=device.torch_device)
-    with Made() as made:
+    with Allocations() as made:
         kept, gone = x * 2, x * 3
     assert made.has(kept) and made.has(kept[1:]) and made.has(gone) and not made.has(x)
     address, size = _torch.storage_span(gone)

@@ -208,7 +208,7 @@ def test_what_only_a_replay_does_is_traced_to_its_op(make, weight, device):
 def test_what_only_a_captured_break_does_is_traced_to_the_break(make, weight, device):
     @segue.break_point
     def odd(x):
-        return x * (2 if segue.capture.state.state.reference else 3)
+        return x * (2 if segue.capture.thread_state.state.reference else 3)
 
     report = make(lambda x: odd(x @ weight) + 1).check(rows(5, device))
     (finding,) = report.findings

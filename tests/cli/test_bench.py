@@ -14,7 +14,7 @@ from segue.prime import PrimeGraph
 
 pytest.importorskip("transformers")
 
-from segue.bench import prime, ttft
+from segue.bench import prime_latency, ttft
 
 SHAPE = ttft.Shape(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=48, vocabulary=61)
 
@@ -27,7 +27,7 @@ def test_a_prime_graph_unlike_its_reference_is_called_wrong(monkeypatch: pytest.
         return SimpleNamespace(logits=want.logits + 1, hidden=want.hidden)
 
     monkeypatch.setattr(PrimeGraph, "reference", other)
-    result = prime.measure(resolve("emulator"), SHAPE, torch.float32, lengths=(3,), times=1)
+    result = prime_latency.measure(resolve("emulator"), SHAPE, torch.float32, lengths=(3,), times=1)
     assert not result.right and result.rows[0]["prime = reference"] != "bit for bit"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from segue.cli import app, cases, demo, main
+from segue.cli import app, demo, main
 
 run = CliRunner().invoke
 
@@ -67,7 +67,7 @@ def test_the_demo_on_random_weights_is_identical_everywhere() -> None:
 def test_the_demo_exits_1_after_writing_its_results_when_a_text_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr(demo, "verdict", lambda *_: "differs: sequence 0, token 1: 5 instead of 4")
-    monkeypatch.setattr(cases, "_RANDOM_LENGTHS", (1, 6))
+    monkeypatch.setattr(demo.demo_prompts, "_RANDOM_LENGTHS", (1, 6))
     result = run(app, ["demo", "--random", "--layers", "1", "--tokens", "2"])
     assert result.exit_code == 1
     assert "differs: sequence 0, token 1" in result.stdout

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from segue.cli import app, main
-from segue.cli.lengths import read_lengths
+from segue.cli.length_samples import read_lengths
 from segue.cli.plan import geometric_ladders, plans_for
 from segue.errors import UsageError
 from segue.runner import Ladder

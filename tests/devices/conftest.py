@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from segue import _torch, _where
+from segue import _source_lines, _torch
 from segue.devices import Device, Pool, Recording, Segment, resolve
 
-_where._SKIPPED = (*_where._SKIPPED, __file__)  # the mode below stands for one of segue's own
+_source_lines._SKIPPED = (*_source_lines._SKIPPED, __file__)  # the mode below stands for one of segue's own
 
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -27,7 +27,7 @@ class Passing(_torch.WatchingMode):
         return self.recording.run(func, args, kwargs or {})
 
 
-class Lab:
+class Sandbox:
     """A device with a pool of its own, and the few lines that a capture needs."""
 
     def __init__(self, device: Device, pool: Pool | None = None) -> None:
@@ -77,18 +77,18 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 
 @pytest.fixture
-def lab(device: Device) -> Iterator[Lab]:
+def lab(device: Device) -> Iterator[Sandbox]:
     """Each device there is, with a pool of its own."""
-    made = Lab(device)
+    made = Sandbox(device)
     with torch.inference_mode():
         yield made
     made.close()
 
 
 @pytest.fixture
-def emulated() -> Iterator[Lab]:
+def emulated() -> Iterator[Sandbox]:
     """The emulator with a pool of its own that poisons what is freed."""
-    made = Lab(resolve("emulator"))
+    made = Sandbox(resolve("emulator"))
     made.pool.poison_freed = True  # type: ignore[attr-defined]
     with torch.inference_mode():
         yield made

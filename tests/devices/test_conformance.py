@@ -12,10 +12,10 @@ import torch
 from segue import _torch
 from segue.devices import Device, resolve
 
-from .conftest import Lab
+from .conftest import Sandbox
 
 
-def test_a_launch_reads_inputs_where_they_were_recorded(lab: Lab) -> None:
+def test_a_launch_reads_inputs_where_they_were_recorded(lab: Sandbox) -> None:
     x = lab.tensor(1, 2, 3)
     segment, y = lab.record(lambda: (x * 2 + 1).relu())
     assert torch.equal(y, lab.tensor(3, 5, 7))
@@ -24,7 +24,7 @@ def test_a_launch_reads_inputs_where_they_were_recorded(lab: Lab) -> None:
     assert torch.equal(y, lab.tensor(0, 1, 9))
 
 
-def test_a_capture_computes_real_values_for_what_comes_between_segments(lab: Lab) -> None:
+def test_a_capture_computes_real_values_for_what_comes_between_segments(lab: Sandbox) -> None:
     x = lab.tensor(1, 2)
     kept = []
 
@@ -35,7 +35,7 @@ def test_a_capture_computes_real_values_for_what_comes_between_segments(lab: Lab
     assert torch.equal(y, lab.tensor(4, 6))
 
 
-def test_an_update_in_place_happens_once_at_capture_and_once_a_launch(lab: Lab) -> None:
+def test_an_update_in_place_happens_once_at_capture_and_once_a_launch(lab: Sandbox) -> None:
     counter = lab.tensor(0, 0)
     segment, _ = lab.record(lambda: counter.add_(1))
     assert torch.equal(counter, lab.tensor(1, 1))
@@ -43,7 +43,7 @@ def test_an_update_in_place_happens_once_at_capture_and_once_a_launch(lab: Lab) 
     assert torch.equal(counter, lab.tensor(3, 3))
 
 
-def test_an_update_of_an_earlier_segments_result_happens_once_a_launch(lab: Lab) -> None:
+def test_an_update_of_an_earlier_segments_result_happens_once_a_launch(lab: Sandbox) -> None:
     x, made = lab.tensor(1, 2), []
 
     def first() -> None:
@@ -56,7 +56,7 @@ def test_an_update_of_an_earlier_segments_result_happens_once_a_launch(lab: Lab)
     assert torch.equal(made[0], lab.tensor(15, 15))
 
 
-def test_writes_through_views_and_out_arguments_are_replayed(lab: Lab) -> None:
+def test_writes_through_views_and_out_arguments_are_replayed(lab: Sandbox) -> None:
     x, table, slot = lab.tensor(1, 2), lab.tensor(0, 0, 0, 0), torch.tensor([1, 3], device=lab.device.torch_device)
     total = lab.tensor(0, 0)
 
@@ -73,7 +73,7 @@ def test_writes_through_views_and_out_arguments_are_replayed(lab: Lab) -> None:
     assert torch.equal(total, lab.tensor(14, 16))
 
 
-def test_an_empty_recording_is_an_empty_segment(lab: Lab) -> None:
+def test_an_empty_recording_is_an_empty_segment(lab: Sandbox) -> None:
     segment, _ = lab.record(lambda: None)
     assert segment.empty
     lab.launch(segment)
@@ -81,7 +81,7 @@ def test_an_empty_recording_is_an_empty_segment(lab: Lab) -> None:
     assert not lab.record(lambda: x + 1)[0].empty
 
 
-def test_memory_of_dead_results_is_used_again_by_later_segments(lab: Lab) -> None:
+def test_memory_of_dead_results_is_used_again_by_later_segments(lab: Sandbox) -> None:
     x = torch.ones(1 << 20, device=lab.device.torch_device)
     addresses = []
 
@@ -96,14 +96,14 @@ def test_memory_of_dead_results_is_used_again_by_later_segments(lab: Lab) -> Non
     assert lab.pool.usage().reserved == reserved
 
 
-def test_results_belong_to_the_pool_and_inputs_do_not(lab: Lab) -> None:
+def test_results_belong_to_the_pool_and_inputs_do_not(lab: Sandbox) -> None:
     x = lab.tensor(1, 2)
     _, y = lab.record(lambda: x + 1)
     assert lab.pool.owns(y) and lab.pool.owns(y[1:]) and not lab.pool.owns(x)
     assert not lab.device.new_pool().owns(y)
 
 
-def test_a_block_is_live_until_the_last_tensor_over_it_dies(lab: Lab) -> None:
+def test_a_block_is_live_until_the_last_tensor_over_it_dies(lab: Sandbox) -> None:
     x = lab.tensor(*range(8))
     _, y = lab.record(lambda: x + 1)
     live = lab.pool.usage().live
@@ -117,7 +117,7 @@ def test_a_block_is_live_until_the_last_tensor_over_it_dies(lab: Lab) -> None:
     assert lab.pool.usage().live == 0 and lab.pool.blocks() == []
 
 
-def test_empty_allocates_between_segments_with_the_strides_asked_for(lab: Lab) -> None:
+def test_empty_allocates_between_segments_with_the_strides_asked_for(lab: Sandbox) -> None:
     x = lab.tensor(1, 2)
     lab.record(lambda: x + 1)
     buffer = lab.pool.empty((2, 3), (1, 2), torch.float16)
@@ -135,7 +135,7 @@ def test_empty_allocates_between_segments_with_the_strides_asked_for(lab: Lab) -
     assert torch.equal(y, torch.full_like(y, 6))
 
 
-def test_poison_reaches_every_free_block_and_no_live_one(lab: Lab) -> None:
+def test_poison_reaches_every_free_block_and_no_live_one(lab: Sandbox) -> None:
     x = lab.tensor(1, 2, 3)
     segment, y = lab.record(lambda: ((x + 1) * 2) - 1)
     dead = lab.pool.empty((4,), (1,), torch.float32)
@@ -151,7 +151,7 @@ def test_poison_reaches_every_free_block_and_no_live_one(lab: Lab) -> None:
     assert torch.equal(y, lab.tensor(5, 7, 9))
 
 
-def test_an_aborted_recording_leaves_values_generators_and_the_pool_as_they_were(lab: Lab) -> None:
+def test_an_aborted_recording_leaves_values_generators_and_the_pool_as_they_were(lab: Sandbox) -> None:
     x = lab.tensor(1, 2)
     where = lab.device.torch_device
 
@@ -180,7 +180,7 @@ def test_an_aborted_recording_leaves_values_generators_and_the_pool_as_they_were
     assert torch.equal(y, lab.tensor(7, 7))
 
 
-def test_an_abort_leaves_earlier_segments_working(lab: Lab) -> None:
+def test_an_abort_leaves_earlier_segments_working(lab: Sandbox) -> None:
     x = lab.tensor(1, 2)
     segment, y = lab.record(lambda: x + 1)
     with pytest.raises(ZeroDivisionError):
@@ -190,7 +190,7 @@ def test_an_abort_leaves_earlier_segments_working(lab: Lab) -> None:
     assert torch.equal(y, lab.tensor(4, 4))
 
 
-def test_random_draws_advance_as_in_eager_and_follow_a_new_seed(lab: Lab) -> None:
+def test_random_draws_advance_as_in_eager_and_follow_a_new_seed(lab: Sandbox) -> None:
     where = lab.device.torch_device
     torch.manual_seed(1)
     expected = [torch.rand(8, device=where) for _ in range(3)]
@@ -205,7 +205,7 @@ def test_random_draws_advance_as_in_eager_and_follow_a_new_seed(lab: Lab) -> Non
     assert torch.equal(y, expected[0])
 
 
-def test_retiring_the_last_capture_gives_the_memory_back(lab: Lab) -> None:
+def test_retiring_the_last_capture_gives_the_memory_back(lab: Sandbox) -> None:
     x = torch.ones(1 << 21, device=lab.device.torch_device)
     other = object()
     lab.pool.attach(other)
@@ -222,7 +222,7 @@ def test_retiring_the_last_capture_gives_the_memory_back(lab: Lab) -> None:
     assert lab.pool.usage().reserved == 0
 
 
-def test_a_launch_that_was_kept_is_refused_once_its_graph_is_destroyed(lab: Lab) -> None:
+def test_a_launch_that_was_kept_is_refused_once_its_graph_is_destroyed(lab: Sandbox) -> None:
     x = lab.tensor(1, 2)
     segment, _ = lab.record(lambda: x + 1)
     lab.launch(segment)
@@ -234,11 +234,11 @@ def test_a_launch_that_was_kept_is_refused_once_its_graph_is_destroyed(lab: Lab)
     assert torch.equal(x + 1, lab.tensor(2, 3)), "what failed is forgotten"
 
 
-def test_a_pool_serves_new_captures_after_it_was_given_back(lab: Lab) -> None:
+def test_a_pool_serves_new_captures_after_it_was_given_back(lab: Sandbox) -> None:
     x = lab.tensor(1, 2)
     lab.record(lambda: x + 1)
     lab.close()
-    again = Lab(lab.device, lab.pool)
+    again = Sandbox(lab.device, lab.pool)
     segment, y = again.record(lambda: x + 2)
     x.fill_(1)
     again.launch(segment)
@@ -246,7 +246,7 @@ def test_a_pool_serves_new_captures_after_it_was_given_back(lab: Lab) -> None:
     again.close()
 
 
-def test_turns_exclude_other_threads_nest_in_one_and_are_counted(lab: Lab) -> None:
+def test_turns_exclude_other_threads_nest_in_one_and_are_counted(lab: Sandbox) -> None:
     inside = threading.Event()
     order: list[str] = []
 
@@ -268,7 +268,7 @@ def test_turns_exclude_other_threads_nest_in_one_and_are_counted(lab: Lab) -> No
 
 
 def test_a_segment_launches_in_every_grad_mode_and_thread(device: Device) -> None:
-    lab = Lab(device)
+    lab = Sandbox(device)
     x = lab.tensor(1, 2)
     with torch.inference_mode():
         segment, y = lab.record(lambda: (x + 1).mul_(2))
@@ -289,7 +289,7 @@ def test_a_segment_launches_in_every_grad_mode_and_thread(device: Device) -> Non
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_composite_ops_views_and_several_results_are_recorded_whole(device: Device, mode: type) -> None:
-    lab = Lab(device)
+    lab = Sandbox(device)
     with mode():
         x, w = torch.randn(4, 6, device=device.torch_device), torch.randn(8, 6, device=device.torch_device)
 

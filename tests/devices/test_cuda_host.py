@@ -13,7 +13,7 @@ import torch
 from segue.devices.cuda import raw
 from segue.devices.cuda.pool import CudaPool
 from segue.devices.cuda.recording import CudaRecording, CudaSegment
-from segue.devices.cuda.streams import Seen
+from segue.devices.cuda.side_streams import Seen
 
 
 class Graph:

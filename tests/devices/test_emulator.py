@@ -16,7 +16,7 @@ from segue.devices import Traits
 from segue.devices.emulator import EmulatedPool, EmulatedSegment
 from segue.errors import CaptureError, ReplayError, UsageError
 
-from .conftest import Lab
+from .conftest import Sandbox
 
 
 class Spy(TorchFunctionMode):
@@ -30,16 +30,16 @@ def _function_modes() -> list[object]:
     return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
 
 
-def _pool(lab: Lab) -> EmulatedPool:
+def _pool(lab: Sandbox) -> EmulatedPool:
     assert isinstance(lab.pool, EmulatedPool)
     return lab.pool
 
 
-def test_traits_say_what_is_not_emulated(emulated: Lab) -> None:
+def test_traits_say_what_is_not_emulated(emulated: Sandbox) -> None:
     assert emulated.device.traits == Traits(streams=False, driver_memory=False, timing=False, compiled=False)
 
 
-def test_a_freed_block_is_poisoned_at_once_when_asked(emulated: Lab) -> None:
+def test_a_freed_block_is_poisoned_at_once_when_asked(emulated: Sandbox) -> None:
     block = emulated.pool.empty((4,), (1,), torch.float32)
     shadow = _torch.tensor_at(block.data_ptr(), 16, torch.float32, (4,), (1,), 0, torch.device("cpu"))
     block.zero_()
@@ -47,13 +47,13 @@ def test_a_freed_block_is_poisoned_at_once_when_asked(emulated: Lab) -> None:
     assert shadow.isnan().all()
 
 
-def test_the_environment_turns_poisoning_on(monkeypatch: pytest.MonkeyPatch, emulated: Lab) -> None:
+def test_the_environment_turns_poisoning_on(monkeypatch: pytest.MonkeyPatch, emulated: Sandbox) -> None:
     for value, expected in (("1", True), ("0", False), ("", False)):
         monkeypatch.setenv("SEGUE_POISON", value)
-        assert _pool(Lab(emulated.device)).poison_freed is expected
+        assert _pool(Sandbox(emulated.device)).poison_freed is expected
 
 
-def test_blocks_are_cut_from_the_best_fit_and_joined_again(emulated: Lab) -> None:
+def test_blocks_are_cut_from_the_best_fit_and_joined_again(emulated: Sandbox) -> None:
     pool = emulated.pool
     blocks = [pool.empty((n,), (1,), torch.uint8) for n in (1, 513, 2048, 512)]
     start = blocks[0].data_ptr()
@@ -65,7 +65,7 @@ def test_blocks_are_cut_from_the_best_fit_and_joined_again(emulated: Lab) -> Non
     assert pool.empty((3000,), (1,), torch.uint8).data_ptr() == start + 512
 
 
-def test_a_block_lives_as_long_as_storage_in_another_thread_or_container(emulated: Lab) -> None:
+def test_a_block_lives_as_long_as_storage_in_another_thread_or_container(emulated: Sandbox) -> None:
     held = {"t": emulated.pool.empty((8,), (1,), torch.float32)[2:]}
     thread = threading.Thread(target=held.clear)
     assert len(emulated.pool.blocks()) == 1
@@ -74,7 +74,7 @@ def test_a_block_lives_as_long_as_storage_in_another_thread_or_container(emulate
     assert emulated.pool.blocks() == []
 
 
-def test_many_threads_allocate_and_free_without_losing_a_block(emulated: Lab) -> None:
+def test_many_threads_allocate_and_free_without_losing_a_block(emulated: Sandbox) -> None:
     def churn() -> None:
         kept = []
         for n in range(300):
@@ -92,7 +92,7 @@ def test_many_threads_allocate_and_free_without_losing_a_block(emulated: Lab) ->
     assert sum(size for _, size in free) == emulated.pool.usage().reserved
 
 
-def test_memory_goes_back_once_the_last_block_dies_after_the_last_capture(emulated: Lab) -> None:
+def test_memory_goes_back_once_the_last_block_dies_after_the_last_capture(emulated: Sandbox) -> None:
     x = torch.ones(4)
     segment, y = emulated.record(lambda: x + 1)
     emulated.close()
@@ -103,7 +103,7 @@ def test_memory_goes_back_once_the_last_block_dies_after_the_last_capture(emulat
         segment.launch()
 
 
-def test_an_external_tensor_is_kept_alive_by_the_tape(emulated: Lab) -> None:
+def test_an_external_tensor_is_kept_alive_by_the_tape(emulated: Sandbox) -> None:
     x, weights = torch.ones(4), [torch.full((4,), 3.0)]
     segment, y = emulated.record(lambda: x * weights[0])
     weights.clear()
@@ -114,7 +114,7 @@ def test_an_external_tensor_is_kept_alive_by_the_tape(emulated: Lab) -> None:
     assert torch.equal(y, torch.full((4,), 6.0)) and churn
 
 
-def test_a_freed_or_moved_external_is_refused_by_op_and_line_before_anything_runs(emulated: Lab) -> None:
+def test_a_freed_or_moved_external_is_refused_by_op_and_line_before_anything_runs(emulated: Sandbox) -> None:
     counter, w = torch.zeros(4), torch.ones(4)
     segment, _ = emulated.record(lambda: (counter.add_(1), counter * w))
     w.untyped_storage().resize_(0)
@@ -126,7 +126,7 @@ def test_a_freed_or_moved_external_is_refused_by_op_and_line_before_anything_run
     assert torch.equal(counter, torch.ones(4))
 
 
-def test_a_replay_runs_no_python_of_the_users(emulated: Lab) -> None:
+def test_a_replay_runs_no_python_of_the_users(emulated: Sandbox) -> None:
     calls = []
 
     @torch.library.custom_op("segue_test::scaled", mutates_args=())
@@ -142,7 +142,7 @@ def test_a_replay_runs_no_python_of_the_users(emulated: Lab) -> None:
     assert torch.equal(y, x.sin() * 2 + 1)
 
 
-def test_a_custom_op_that_reads_the_host_is_refused(emulated: Lab) -> None:
+def test_a_custom_op_that_reads_the_host_is_refused(emulated: Sandbox) -> None:
     @torch.library.custom_op("segue_test::peeks", mutates_args=())
     def peeks(x: torch.Tensor) -> torch.Tensor:
         return x * len(x.tolist())
@@ -152,7 +152,7 @@ def test_a_custom_op_that_reads_the_host_is_refused(emulated: Lab) -> None:
         emulated.record(lambda: peeks(x))
 
 
-def test_a_kernel_registered_from_python_is_opened_too(emulated: Lab) -> None:
+def test_a_kernel_registered_from_python_is_opened_too(emulated: Sandbox) -> None:
     library, calls = torch.library.Library("segue_test", "FRAGMENT"), []
     library.define("halved(Tensor x) -> Tensor")
     library.impl("halved", lambda x: (calls.append(1), x / 2)[1], "CPU")
@@ -165,7 +165,7 @@ def test_a_kernel_registered_from_python_is_opened_too(emulated: Lab) -> None:
     library._destroy()
 
 
-def test_a_replay_ignores_the_callers_modes_and_autocast(emulated: Lab) -> None:
+def test_a_replay_ignores_the_callers_modes_and_autocast(emulated: Sandbox) -> None:
     x, w = torch.randn(4, 4), torch.randn(4, 4)
     segment, y = emulated.record(lambda: x @ w)
     x.normal_()
@@ -175,7 +175,7 @@ def test_a_replay_ignores_the_callers_modes_and_autocast(emulated: Lab) -> None:
     assert torch.equal(y, expected)
 
 
-def test_casts_by_autocast_are_recorded(emulated: Lab) -> None:
+def test_casts_by_autocast_are_recorded(emulated: Sandbox) -> None:
     x, w = torch.randn(4, 4), torch.randn(4, 4)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         segment, y = emulated.record(lambda: x @ w)
@@ -185,7 +185,7 @@ def test_casts_by_autocast_are_recorded(emulated: Lab) -> None:
     assert torch.equal(y, x.bfloat16() @ w.bfloat16())
 
 
-def test_no_mode_and_no_stance_is_left_after_a_segment(emulated: Lab) -> None:
+def test_no_mode_and_no_stance_is_left_after_a_segment(emulated: Sandbox) -> None:
     x = torch.ones(4)
     before = _function_modes()
     emulated.record(lambda: x + 1)
@@ -196,7 +196,7 @@ def test_no_mode_and_no_stance_is_left_after_a_segment(emulated: Lab) -> None:
     assert x[0].item() == 1
 
 
-def test_a_users_mode_entered_in_a_segment_survives_its_end(emulated: Lab) -> None:
+def test_a_users_mode_entered_in_a_segment_survives_its_end(emulated: Sandbox) -> None:
     spy, seen = Spy(), []
 
     def enter() -> None:
@@ -213,7 +213,7 @@ def test_a_users_mode_entered_in_a_segment_survives_its_end(emulated: Lab) -> No
     assert seen == [True] and _function_modes() == before
 
 
-def test_a_default_device_entered_in_one_segment_may_be_left_in_another(emulated: Lab) -> None:
+def test_a_default_device_entered_in_one_segment_may_be_left_in_another(emulated: Sandbox) -> None:
     place, before = torch.device("cpu"), _function_modes()
     x = torch.ones(4)
 
@@ -225,7 +225,7 @@ def test_a_default_device_entered_in_one_segment_may_be_left_in_another(emulated
     assert _function_modes() == before
 
 
-def test_a_default_device_set_for_good_counts_and_may_change_in_a_segment(emulated: Lab) -> None:
+def test_a_default_device_set_for_good_counts_and_may_change_in_a_segment(emulated: Sandbox) -> None:
     before = _function_modes()
     try:
         torch.set_default_device("cpu")
@@ -238,7 +238,7 @@ def test_a_default_device_set_for_good_counts_and_may_change_in_a_segment(emulat
     assert _function_modes() == before
 
 
-def test_a_refusal_that_was_swallowed_still_spoils_the_recording(emulated: Lab) -> None:
+def test_a_refusal_that_was_swallowed_still_spoils_the_recording(emulated: Sandbox) -> None:
     x = torch.zeros(4)
 
     def swallows() -> torch.Tensor:
@@ -253,7 +253,7 @@ def test_a_refusal_that_was_swallowed_still_spoils_the_recording(emulated: Lab) 
     assert torch.equal(x, torch.zeros(4))
 
 
-def test_an_abort_takes_back_writes_to_live_blocks_and_explicit_generators(emulated: Lab) -> None:
+def test_an_abort_takes_back_writes_to_live_blocks_and_explicit_generators(emulated: Sandbox) -> None:
     x, generator = torch.ones(4), torch.Generator().manual_seed(5)
     _, y = emulated.record(lambda: x + 1)
 
@@ -269,7 +269,7 @@ def test_an_abort_takes_back_writes_to_live_blocks_and_explicit_generators(emula
     assert torch.equal(generator.get_state(), state)
 
 
-def test_explicit_generators_draw_anew_at_each_launch(emulated: Lab) -> None:
+def test_explicit_generators_draw_anew_at_each_launch(emulated: Sandbox) -> None:
     generator = torch.Generator().manual_seed(5)
     segment, y = emulated.record(lambda: torch.rand(4, generator=generator, device=torch.device("cpu")) * 1)
     emulated.launch(segment)
@@ -278,7 +278,7 @@ def test_explicit_generators_draw_anew_at_each_launch(emulated: Lab) -> None:
     assert torch.equal(y, torch.rand(4, generator=generator))
 
 
-def test_two_recordings_into_one_pool_are_refused(emulated: Lab) -> None:
+def test_two_recordings_into_one_pool_are_refused(emulated: Sandbox) -> None:
     recording = emulated.device.begin(emulated.pool)
     with pytest.raises(UsageError, match="being recorded into already"):
         emulated.device.begin(emulated.pool)
@@ -287,7 +287,7 @@ def test_two_recordings_into_one_pool_are_refused(emulated: Lab) -> None:
     emulated.record(lambda: torch.ones_like(torch.empty(1, device=torch.device("cpu"))))
 
 
-def test_resizing_and_re_pointing_are_refused(emulated: Lab) -> None:
+def test_resizing_and_re_pointing_are_refused(emulated: Sandbox) -> None:
     x = torch.ones(4)
     with pytest.raises(CaptureError, match=r"resize_ at .* other memory"):
         emulated.record(lambda: x.resize_(8))
@@ -295,18 +295,18 @@ def test_resizing_and_re_pointing_are_refused(emulated: Lab) -> None:
         emulated.record(lambda: x.set_(torch.zeros_like(x)))
 
 
-def test_sparse_and_quantized_tensors_are_refused_by_name(emulated: Lab) -> None:
+def test_sparse_and_quantized_tensors_are_refused_by_name(emulated: Sandbox) -> None:
     with pytest.raises(CaptureError, match="dense tensors only"):
         emulated.record(lambda: torch.zeros_like(torch.eye(3, device=torch.device("cpu"))).to_sparse())
 
 
-def test_uninitialised_memory_is_allocated_and_not_recorded(emulated: Lab) -> None:
+def test_uninitialised_memory_is_allocated_and_not_recorded(emulated: Sandbox) -> None:
     x = torch.ones(4)
     segment, y = emulated.record(lambda: torch.empty_like(x))
     assert segment.empty and emulated.pool.owns(y)
 
 
-def test_what_shares_memory_is_not_copied_and_results_that_share_stay_together(emulated: Lab) -> None:
+def test_what_shares_memory_is_not_copied_and_results_that_share_stay_together(emulated: Sandbox) -> None:
     x = torch.arange(6.0)
     segment, (view, made, part) = emulated.record(lambda: (x[2:], *(lambda h: (h, h[1:]))(x + 1)))
     assert view.data_ptr() == x[2:].data_ptr()
@@ -314,7 +314,7 @@ def test_what_shares_memory_is_not_copied_and_results_that_share_stay_together(e
     assert isinstance(segment, EmulatedSegment) and [s.op for s in segment.steps] == ["add.Tensor"]
 
 
-def test_an_expanded_result_of_a_custom_op_keeps_its_strides(emulated: Lab) -> None:
+def test_an_expanded_result_of_a_custom_op_keeps_its_strides(emulated: Sandbox) -> None:
     library = torch.library.Library("segue_test", "FRAGMENT")
     library.define("row(Tensor x) -> Tensor")
     library.impl("row", lambda x: (x + 1)[:1].clone().expand(3, 2), "CPU")
@@ -327,14 +327,14 @@ def test_an_expanded_result_of_a_custom_op_keeps_its_strides(emulated: Lab) -> N
     library._destroy()
 
 
-def test_zero_sized_tensors_pass_through(emulated: Lab) -> None:
+def test_zero_sized_tensors_pass_through(emulated: Sandbox) -> None:
     x = torch.zeros(0, 4)
     segment, y = emulated.record(lambda: torch.cat([x * 2, torch.ones(1, 4, device=x.device)]).sum(0))
     emulated.launch(segment)
     assert torch.equal(y, torch.ones(4))
 
 
-def test_an_error_at_replay_names_op_and_line(emulated: Lab) -> None:
+def test_an_error_at_replay_names_op_and_line(emulated: Sandbox) -> None:
     index, x = torch.tensor([0]), torch.ones(4)
     segment, _ = emulated.record(lambda: x.index_select(0, index))
     index.fill_(9)
@@ -343,7 +343,7 @@ def test_an_error_at_replay_names_op_and_line(emulated: Lab) -> None:
     assert any("index_select, recorded at devices/test_emulator.py" in n for n in caught.value.__notes__)
 
 
-def test_compiled_functions_run_as_python_in_a_segment(emulated: Lab) -> None:
+def test_compiled_functions_run_as_python_in_a_segment(emulated: Sandbox) -> None:
     compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
     x = torch.ones(4)
     segment, y = emulated.record(lambda: compiled(x) * 2)
@@ -362,7 +362,7 @@ def test_recording_does_not_import_dynamo() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_transformer_replays_bit_for_bit_inside_one_segment(emulated: Lab) -> None:
+def test_a_transformer_replays_bit_for_bit_inside_one_segment(emulated: Sandbox) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=64,

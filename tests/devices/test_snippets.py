@@ -7,11 +7,11 @@ import torch
 
 from segue.errors import CaptureError
 
-from .conftest import Lab
+from .conftest import Sandbox
 from .snippets import ALLOWED, REFUSED
 
 
-def _operands(lab: Lab) -> tuple[torch.Tensor, ...]:
+def _operands(lab: Sandbox) -> tuple[torch.Tensor, ...]:
     where = lab.device.torch_device
     x = torch.tensor([1.0, -2.0, 3.0, -4.0], device=where)
     m = torch.arange(12.0, device=where).reshape(3, 4) / 7
@@ -19,7 +19,7 @@ def _operands(lab: Lab) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_graph_can_hold_is_refused(lab: Lab, name: str) -> None:
+def test_what_no_graph_can_hold_is_refused(lab: Sandbox, name: str) -> None:
     operands = _operands(lab)
     with pytest.raises((RuntimeError, TypeError)) as caught:
         lab.record(lambda: REFUSED[name][0](*operands))
@@ -35,7 +35,7 @@ def test_what_no_graph_can_hold_is_refused(lab: Lab, name: str) -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", ALLOWED)
-def test_what_a_graph_can_hold_replays_as_eager(lab: Lab, name: str, mode: type) -> None:
+def test_what_a_graph_can_hold_replays_as_eager(lab: Sandbox, name: str, mode: type) -> None:
     snippet = ALLOWED[name]
     with torch.inference_mode(False), mode():
         x, m, mask, i = operands = _operands(lab)

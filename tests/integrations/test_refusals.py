@@ -26,7 +26,7 @@ def refused(device: Device) -> Callable[[Any], str]:
         with pytest.raises(segue.SegueError) as caught:
             accelerate(model, max_tokens=16, device=device, **options)
         base = getattr(model, "base_model", model)
-        assert "forward" not in vars(base) or type(vars(base)["forward"]).__name__ != "Taken"
+        assert "forward" not in vars(base) or type(vars(base)["forward"]).__name__ != "ForwardPatch"
         return str(caught.value)
 
     return text

@@ -12,7 +12,7 @@ import torch
 
 import segue
 from segue.integrations.transformers import accelerate
-from segue.integrations.transformers.implementation import Implementation
+from segue.integrations.transformers.attention_name import AttentionName
 
 Make = Callable[..., Any]
 _GREEDY = {"max_new_tokens": 5, "do_sample": False}
@@ -112,7 +112,7 @@ def test_the_name_of_the_attention_is_segues_only_while_a_body_runs() -> None:
         _attn_implementation = "sdpa"
 
     config = Config()
-    switch = Implementation([config, config])
+    switch = AttentionName([config, config])
     with switch.segue():
         assert config._attn_implementation == "segue" and switch.name == "sdpa"
         with switch.own():

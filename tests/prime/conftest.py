@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from segue.check import dense
+from segue.check import tiny_trunk
 from segue.devices import Device
 
 _HYBRID = Path(__file__).parents[2] / "examples" / "hybrid.py"
@@ -45,10 +45,10 @@ def hybrid() -> ModuleType:
 @pytest.fixture(params=["dense", "hybrid"])
 def trunk(request: pytest.FixtureRequest, device: Device) -> Any:
     """Each of the two trunks, on the device."""
-    return (dense if request.param == "dense" else _load()).build(device.torch_device.type)
+    return (tiny_trunk if request.param == "dense" else _load()).build(device.torch_device.type)
 
 
 @pytest.fixture
 def dense_trunk(device: Device) -> Any:
     """The dense one."""
-    return dense.build(device.torch_device.type)
+    return tiny_trunk.build(device.torch_device.type)

@@ -10,14 +10,14 @@ from torch import Tensor
 
 import segue
 from prime.prompts import prompt
-from segue.check import dense
+from segue.check import tiny_trunk
 from segue.devices import Device
 from segue.errors import GraphMemoryError, UsageError
 
 BUCKET = 16
 
 
-class Counting(dense.Dense):
+class Counting(tiny_trunk.Dense):
     calls = 0
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:

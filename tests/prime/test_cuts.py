@@ -10,7 +10,7 @@ import torch
 
 import segue
 from prime.prompts import prompt
-from segue.capture.watch import Watch
+from segue.capture.op_watch import OpWatch
 from segue.devices import Device
 from segue.errors import CaptureError
 from segue.prime import cuts
@@ -166,10 +166,10 @@ def test_a_capture_that_fails_after_a_cut_leaves_the_pool_as_it_was(device: Devi
 def test_a_segment_that_is_refused_as_it_ends_has_written_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = torch.zeros(3, device=device.torch_device)
 
-    def refused(self: Watch) -> None:
+    def refused(self: OpWatch) -> None:
         raise CaptureError("in another capture's memory")
 
-    monkeypatch.setattr(Watch, "settle", refused)
+    monkeypatch.setattr(OpWatch, "settle", refused)
     with torch.inference_mode(), pytest.raises(CaptureError, match="another capture's"), segue.BreakableCapture(device=device):
         counter.add_(1)
     assert not counter.any()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import segue
-from segue.check import dense
-from segue.check.prime import check_prime
+from segue.check import tiny_trunk
+from segue.check.gate import check_prime
 from segue.devices import Device
 from segue.prime.copyout import CopyOut
 
@@ -126,7 +126,7 @@ def test_copying_a_row_too_many_fails(device: Device, hybrid: ModuleType, monkey
         assert any(f"20 tokens, up: layers[1].{name} past its 20 rows: was written" in line for line in found), found
 
 
-class Memo(dense.Dense):
+class Memo(tiny_trunk.Dense):
     table: Tensor | None = None
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
@@ -151,7 +151,7 @@ def test_a_baked_input_that_was_re_pointed_or_freed_fails_by_name(device: Device
     assert all("refused: Prime.trunk.table, used by aten.mul" in line for line in report.findings)
 
 
-class Random(dense.Dense):
+class Random(tiny_trunk.Dense):
     def head(self, last: Tensor) -> Tensor:
         return super().head(last + torch.rand_like(last))
 
@@ -162,7 +162,7 @@ def test_a_trunk_that_does_not_repeat_itself_fails_its_control(device: Device) -
     assert not any("keys" in line or "kv" in line for line in found)
 
 
-class RandomStep(dense.Dense):
+class RandomStep(tiny_trunk.Dense):
     results = 2
 
     def step(self, token: Tensor, session: Any) -> Tensor:
@@ -187,7 +187,7 @@ def test_a_step_that_no_copy_of_the_references_cache_repeats_is_found(device: De
     assert all("32 copies of the reference's own cache give 32 results, and not this one" in line for line in found)
 
 
-class NoStep(dense.Dense):
+class NoStep(tiny_trunk.Dense):
     step = None  # type: ignore[assignment]
 
 
@@ -197,7 +197,7 @@ def test_a_trunk_without_a_step_passes_and_the_report_says_what_was_left_out(dev
     assert report.ok and {row["greedy"] for row in report.rows} == {"no step()"}
 
 
-class Chunks(dense.Dense):
+class Chunks(tiny_trunk.Dense):
     def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
         return super().forward(x.view(-1, 16, x.shape[1]).flatten(0, 1), cu_seqlens, cache)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import segue
 from prime.prompts import prompt
-from segue.check import dense
+from segue.check import tiny_trunk
 from segue.check.caches import difference, poison
 from segue.devices import Device
 
@@ -118,7 +118,7 @@ def test_tokens_come_as_tensors_of_any_integer_type_as_numbers_and_from_the_host
             assert torch.equal(prime.run(given, dense_trunk.new_cache(8)).logits, want)
 
 
-class Scaling(dense.Dense):
+class Scaling(tiny_trunk.Dense):
     def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
         x.add_(1)
         return super().forward(x, cu_seqlens, cache)
@@ -132,7 +132,7 @@ def test_a_trunk_that_writes_its_input_meets_fresh_padding_at_every_run(device: 
             assert bool((prime._inputs.x[n:] == 1).all())
 
 
-class Memo(dense.Dense):
+class Memo(tiny_trunk.Dense):
     """Uploads a table of positions and keeps only the latest: a known drift, as nobody else holds what is baked."""
 
     table: list[Tensor]
@@ -157,7 +157,7 @@ def test_a_table_that_the_trunk_let_go_of_after_the_capture_stays_alive_and_righ
 
 
 def test_memory_that_only_the_graph_holds_is_not_reused(device: Device) -> None:
-    class Hidden(dense.Dense):
+    class Hidden(tiny_trunk.Dense):
         def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
             return super().forward(x + tables.pop(), cu_seqlens, cache)
 

@@ -11,7 +11,7 @@ import torch
 
 import segue
 from prime.prompts import prompt
-from segue.check.prime import check_prime
+from segue.check.gate import check_prime
 from segue.devices import Device
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     )
 
 from segue.integrations.transformers import names
-from segue.integrations.transformers.trunk import ModelTrunk
+from segue.integrations.transformers.prime_trunk import ModelTrunk
 
 _SIZE = {
     "hidden_size": 32,
@@ -210,7 +210,7 @@ def test_a_trunk_of_a_model_that_is_accelerated_later_runs_the_untouched_decoder
 
 
 def test_the_benchmark_measures_prime_beside_its_correctness(device: Device) -> None:
-    from segue.bench import prime as bench
+    from segue.bench import prime_latency as bench
     from segue.bench.ttft import Shape
 
     shape = Shape(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=48, vocabulary=61)
@@ -225,7 +225,7 @@ def test_the_benchmark_measures_prime_beside_its_correctness(device: Device) -> 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True)  # too much, emulated
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_shape_of_qwen3_passes_the_gate(device: Device, dtype: str) -> None:
-    from segue.bench import prime as bench
+    from segue.bench import prime_latency as bench
 
     with segue.PrimeGraph(getattr(bench, dtype)(), 512, device=device) as prime:
         report = check_prime(prime, steps=4)

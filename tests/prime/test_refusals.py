@@ -11,11 +11,11 @@ from torch import Tensor
 
 import segue
 from prime.prompts import prompt
-from segue.check import dense
+from segue.check import tiny_trunk
 from segue.devices import Device
 
 BUCKET = 16
-Make = Callable[[Device], dense.Dense]
+Make = Callable[[Device], tiny_trunk.Dense]
 
 
 def _used(trunk: Any) -> Any:
@@ -57,7 +57,7 @@ def test_a_session_that_does_not_fit_is_refused_and_left_as_it_was(
         with pytest.raises(segue.SegueError, match=f"prime graph of 16 rows: .*{message}"):
             prime.run(prompt(5, device), session)
         assert not hasattr(session, "__dict__") or vars(session) == before
-        if isinstance(session, dense.DenseCache) and session.kv.device.type != "meta":
+        if isinstance(session, tiny_trunk.DenseCache) and session.kv.device.type != "meta":
             assert not session.kv.any()
         assert prime.run(prompt(5, device), dense_trunk.new_cache(16)).logits.shape == (1, 53)
 
@@ -85,7 +85,7 @@ def test_the_scratch_cache_itself_is_no_session(device: Device, dense_trunk: Any
     ],
 )
 def test_tokens_that_do_not_fit_are_refused_by_name(device: Device, tokens: Any, message: str) -> None:
-    trunk = dense.build(device.torch_device.type)
+    trunk = tiny_trunk.build(device.torch_device.type)
     trunk.min_tokens = 3
     with segue.PrimeGraph(trunk, BUCKET, device=device) as prime:
         session = trunk.new_cache(32)
@@ -123,45 +123,45 @@ def test_when_the_second_session_is_refused_the_first_is_untouched(device: Devic
         assert first.length == 0 and not first.kv.any()
 
 
-class ReadsHost(dense.Dense):
+class ReadsHost(tiny_trunk.Dense):
     def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
         n = int(cu_seqlens[-1])
         return super().forward(x, cu_seqlens, cache) * n
 
 
-class Counts(dense.Dense):
+class Counts(tiny_trunk.Dense):
     def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
         return super().forward(x, cu_seqlens, cache) + x.nonzero().shape[0]
 
 
-class WritesOffsets(dense.Dense):
+class WritesOffsets(tiny_trunk.Dense):
     def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
         out = super().forward(x, cu_seqlens, cache)
         cu_seqlens.add_(1)
         return out
 
 
-class Breaks(dense.Dense):
+class Breaks(tiny_trunk.Dense):
     def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
         return segue.break_point(lambda y: y + 1)(super().forward(x, cu_seqlens, cache))
 
 
-class OneRow(dense.Dense):
+class OneRow(tiny_trunk.Dense):
     def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
         return super().forward(x, cu_seqlens, cache)[:1]
 
 
-class NoRequests(dense.Dense):
+class NoRequests(tiny_trunk.Dense):
     def head(self, last: Tensor) -> Tensor:
         return super().head(last)[0]
 
 
-class Pooled(dense.Dense):
+class Pooled(tiny_trunk.Dense):
     def embed(self, tokens: Tensor) -> Tensor:
         return super().embed(tokens).mean(0)
 
 
-class Nothing(dense.Dense):
+class Nothing(tiny_trunk.Dense):
     min_tokens = 0
 
 
@@ -182,7 +182,7 @@ def test_a_trunk_that_no_graph_can_hold_is_refused_by_name(device: Device, kind:
     trunk = kind().to(device.torch_device).eval().requires_grad_(False)
     with pytest.raises(segue.SegueError, match=message):
         segue.PrimeGraph(trunk, BUCKET, device=device, cuts=[])
-    with segue.PrimeGraph(dense.build(device.torch_device.type), BUCKET, device=device) as prime:
+    with segue.PrimeGraph(tiny_trunk.build(device.torch_device.type), BUCKET, device=device) as prime:
         assert prime.run(prompt(5, device), prime.trunk.new_cache(16)).logits.isfinite().all()
 
 
@@ -236,7 +236,7 @@ def test_sizes_that_are_no_whole_numbers_are_refused(device: Device, dense_trunk
         segue.PrimeGraph(dense_trunk, **{"bucket": BUCKET, **given}, device=device)
 
 
-class HeadReadsHost(dense.Dense):
+class HeadReadsHost(tiny_trunk.Dense):
     def head(self, last: Tensor) -> Tensor:
         return super().head(last) * last.max().item()
 

@@ -11,7 +11,7 @@ import segue
 from runner.rows import close
 from segue.errors import UsageError
 from segue.runner import Input
-from segue.runner.writes import WriteLog
+from segue.runner.write_log import WriteLog
 
 INPUTS = {"x": Input(0, 0.0)}
 
@@ -58,7 +58,7 @@ def test_a_lazy_capture_changes_state_once_a_call(make, model):
 
 
 def test_named_state_is_put_back_whatever_its_size(make, model, monkeypatch):
-    monkeypatch.setattr("segue.runner.writes.LIMIT", 100)
+    monkeypatch.setattr("segue.runner.write_log.LIMIT", 100)
     monkeypatch.setattr(WriteLog.__init__, "__defaults__", ((), 100))
     state = Stateful(model.device)
     with pytest.raises(

@@ -18,7 +18,7 @@ from segue import _torch
 from segue.bench import clock, decoder
 from segue.devices import Device
 from segue.integrations.transformers import accelerate, names
-from segue.integrations.transformers.beginning import begin_layer
+from segue.integrations.transformers.lazy_cache_init import init_layer
 
 LENGTHS = (16, 128, 512, 2048)
 
@@ -184,7 +184,7 @@ def _breaks(graphed: Any, shape: Shape, dtype: torch.dtype, n: int, device: torc
 
     def update() -> None:
         cache = caches.pop()
-        begin_layer(cache, 0, k, v)
+        init_layer(cache, 0, k, v)
         cache.update(k, v, 0)
 
     parts: dict[str, Callable[[], object]] = {

@@ -1,9 +1,9 @@
 """Capturing a forward as segments and breaks, and replaying it."""
 
-from segue.capture.breaks import break_here, break_point
-from segue.capture.padding import scrub_padding_tail, slice_to_real_tokens
-from segue.capture.session import BreakableCapture
-from segue.capture.state import (
+from segue.capture.break_points import break_here, break_point
+from segue.capture.capture import BreakableCapture
+from segue.capture.externals import External
+from segue.capture.thread_state import (
     active_forward,
     capture_phase,
     current_forward_ctx,
@@ -11,8 +11,7 @@ from segue.capture.state import (
     is_breakable_capture_active,
     reference_frame,
 )
-from segue.capture.watch import External
-from segue.capture.weak import weak_ref_tensor
+from segue.capture.views import scrub_padding_tail, slice_to_real_tokens, weak_ref_tensor
 
 __all__ = [
     "BreakableCapture",

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from segue import _torch
-from segue.capture.binding import cut_rows
-from segue.capture.state import state
-from segue.capture.weak import weak_ref_tensor
+from segue.capture.thread_state import state
+from segue.capture.views import cut_rows, weak_ref_tensor
 from segue.devices import Device
 from segue.errors import CaptureError, ReplayError
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from segue import _torch
-from segue.capture.breaks import Break
-from segue.capture.ownership import Ownership
-from segue.capture.state import state
-from segue.capture.structure import Take
+from segue.capture.break_points import Break
+from segue.capture.externals import Externals
+from segue.capture.nested import Take
+from segue.capture.thread_state import state
 from segue.devices import Pool, Segment
 from segue.errors import ReplayError, UsageError
 
@@ -23,8 +23,8 @@ Run = tuple[Callable[[], Any], Take | None, Take]  # what to call, what takes it
 class Program:
     """Runs the steps of one capture. Holds its segments and hand-offs, and no reference to the capture itself."""
 
-    def __init__(self, steps: list[Step], ownership: Ownership, pool: Pool, rows: int | None, name: str) -> None:
-        self.ownership, self.closed = ownership, False
+    def __init__(self, steps: list[Step], externals_check: Externals, pool: Pool, rows: int | None, name: str) -> None:
+        self.externals_check, self.closed = externals_check, False
         self._pool, self._rows, self._name, self._inference = pool, rows, name, torch.is_inference_mode_enabled()
         self._most = float("inf") if rows is None else rows
         self._state = {"pools": (pool,), "rows": rows, "inside_break": True, "reference": False, "phase": None}
@@ -33,12 +33,12 @@ class Program:
         self._all = [s.runs() if isinstance(s, Break) else _launches(s) for s in steps]
         live = [run for run, step in zip(self._all, steps, strict=True) if isinstance(step, Break) or not step.empty]
         # The first segment alone, if the device may run it while the host looks after what the others use.
-        early = ownership.early and not isinstance(steps[0], Break) and not steps[0].empty
+        early = externals_check.early and not isinstance(steps[0], Break) and not steps[0].empty
         self._first, self._others = (live[:1], live[1:]) if early else ([], live)
 
     @property
     def callables(self) -> list[Callable[[], None]]:
-        """Every step as a callable of its own. Made anew, or the program would hold itself and outlive its capture."""
+        """Every step as a callable of its own. Allocations anew, or the program would hold itself and outlive its capture."""
         return [self._alone(run) for run in self._all]
 
     def run(self, valid_rows: int | None, step: Run | None = None) -> None:
@@ -76,7 +76,7 @@ class Program:
                     mine["pools"] = (*outer, pool)
                 if (self._autocast is not None or _torch.any_autocast()) and _torch.autocast_state(self._kind) != self._autocast:
                     raise self._cast_otherwise()
-                self.ownership.check_first()
+                self.externals_check.check_first()
                 if torch.is_inference_mode_enabled() or not (self._inference or torch.is_grad_enabled()):
                     self._run(step)
                 elif self._inference:
@@ -92,7 +92,7 @@ class Program:
     def _run(self, step: Run | None) -> None:
         if step is None:
             _run(self._first)
-        self.ownership.check_rest()
+        self.externals_check.check_rest()
         _run(self._others if step is None else [step])
 
     def _cast_otherwise(self) -> ReplayError:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from segue.capture.breaks import Break
+from segue.capture.break_points import Break
 from segue.capture.handoff import Handoff
-from segue.capture.structure import Branch
+from segue.capture.nested import Branch
 
 
 def handoffs(step: Break) -> Iterator[Handoff]:

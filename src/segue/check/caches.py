@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segue.capture.context import children, is_plain
+from segue.capture.context_paths import children, is_plain
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

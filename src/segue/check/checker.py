@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from segue import _torch, _where
-from segue.check import cases as tried
-from segue.check.cases import AS_GIVEN, Case
+from segue import _source_lines, _torch
+from segue.check import trial_calls as tried
+from segue.check.blame import Place, first_break, first_op
 from segue.check.compare import Rows
 from segue.check.frozen import Recorded, frozen_values
-from segue.check.lab import FINITE, NAN, Lab, World
-from segue.check.locate import origin
 from segue.check.oplog import OpLog
+from segue.check.origin import origin
 from segue.check.outcome import Outcome, Padded, differing
-from segue.check.replays import Place, first_break, first_op
 from segue.check.report import Finding, Report
+from segue.check.sandbox import FINITE, NAN, Environment, Sandbox
+from segue.check.trial_calls import AS_GIVEN, Case
 from segue.errors import NoBucketError, SegueError, UsageError
-from segue.runner.binding import Call
+from segue.runner.calls import Call
 from segue.runner.runner import GraphRunner
 
 _PADDING = "Move it into a break point that trims its arguments, break_point(trim=...), or keep padded rows out of it"
@@ -54,8 +54,8 @@ class _Checker:
         self.notes: dict[str, None] = {}
         self.blamed: set[Group] = set()  # differences of these have a finding already
         self.comparisons = self.replays = 0
-        self._labs: list[Lab] = []
-        self.world = World(runner.fn, ctx, runner.state, self.device.torch_device)
+        self._labs: list[Sandbox] = []
+        self.world = Environment(runner.fn, ctx, runner.state, self.device.torch_device)
         self.first = self._lab()
         if not (args or kwargs):
             self.notes["no example was given, so all rows are the same: give one for a sharper check"] = None
@@ -94,8 +94,8 @@ class _Checker:
         for lab in self._labs:
             lab.close()
 
-    def _lab(self) -> Lab:
-        lab = Lab(self.runner, self.world, self.device.new_pool(), self.args, self.kwargs)
+    def _lab(self) -> Sandbox:
+        lab = Sandbox(self.runner, self.world, self.device.new_pool(), self.args, self.kwargs)
         if self._labs:
             lab.learn([leaf.spec for leaf in self.first.binder.leaves])
         self._labs.append(lab)
@@ -136,7 +136,7 @@ class _Checker:
             raise outcome.error
         self.world.settle()
 
-    def _capture_all(self, lab: Lab, order: Sequence[Group]) -> dict[Group, Recorded]:
+    def _capture_all(self, lab: Sandbox, order: Sequence[Group]) -> dict[Group, Recorded]:
         """Capture every bucket: the first lab on the longest call, the other one on the shortest with other values."""
         done: dict[Group, Recorded] = {}
         for group in order:
@@ -171,7 +171,7 @@ class _Checker:
     def _padded(self, case: Case) -> Padded:
         return Padded(self.trash, case.bucket, case.tokens)
 
-    def _repeatable(self, lab: Lab, case: Case, want: Outcome, group: Group) -> bool:
+    def _repeatable(self, lab: Sandbox, case: Case, want: Outcome, group: Group) -> bool:
         again = lab.reference(case, OpLog())
         self.comparisons += 1
         if again.error is None and not differing(again, want, True, self._padded(case))[0]:
@@ -187,7 +187,7 @@ class _Checker:
             self.notes[f"{case.label}: not repeatable bit for bit (atomic adds?), so replays were not compared"] = None
         return False
 
-    def _against_unpadded(self, lab: Lab, case: Case, want: Outcome, plain: Outcome, group: Group) -> None:
+    def _against_unpadded(self, lab: Sandbox, case: Case, want: Outcome, plain: Outcome, group: Group) -> None:
         self.comparisons += 1
         wrong, harmless = differing(plain, want, False, self._padded(case))
         self.notes.update(dict.fromkeys(harmless))
@@ -198,7 +198,7 @@ class _Checker:
         why = f"{case.label}: the padded forward isn't what eager gives ({next(iter(wrong))}). {text}"
         self._add(Finding("padding", where, f"{why}. {_PADDING}."), group)
 
-    def _against_perturbed(self, lab: Lab, case: Case, want: Outcome, group: Group) -> None:
+    def _against_perturbed(self, lab: Sandbox, case: Case, want: Outcome, group: Group) -> None:
         """Over other padding, and with uninitialised memory full of NaN. Which of the two it is comes afterwards."""
         self.comparisons += 1
         other = lab.reference(case, OpLog(), perturbed=True, fill=NAN)
@@ -228,7 +228,7 @@ class _Checker:
                 why = f"{case.label}: {cause}{right} ({next(iter(wrong))}). {text}"
                 self._add(Finding(kind, where, f"{why}. {mend}."), group)
 
-    def _replay(self, lab: Lab, group: Group, case: Case, want: Outcome) -> None:
+    def _replay(self, lab: Sandbox, group: Group, case: Case, want: Outcome) -> None:
         if not lab.has(case):
             return
         self.comparisons += 1
@@ -241,7 +241,7 @@ class _Checker:
         if not wrong or group in self.blamed:
             return
         place = self._first_in_replay(lab, case)
-        where, text = (place.where, place.text) if place else (_where.of(self.runner.fn), "no single op shows it")
+        where, text = (place.where, place.text) if place else (_source_lines.of(self.runner.fn), "no single op shows it")
         order = "largest bucket captured first" if lab is self.first else "smallest bucket captured first"
         self._add(
             Finding(
@@ -254,7 +254,7 @@ class _Checker:
             group,
         )
 
-    def _first_in_replay(self, lab: Lab, case: Case) -> Place | None:
+    def _first_in_replay(self, lab: Sandbox, case: Case) -> Place | None:
         cases = [chosen[0] for chosen in self.groups.values()]
         order = cases if lab is self.first else cases[::-1]
         specs = [step.spec for step in lab.breaks(case)]
@@ -277,7 +277,7 @@ class _Checker:
         wrong, _ = differing(got, want, rows.exact, Padded(self.trash, rows.a, rows.real))
         found = origin(want.log, got.log, wrong.values(), rows)
         if found is None:
-            return _where.of(self.runner.fn), _UNTRACED
+            return _source_lines.of(self.runner.fn), _UNTRACED
         op = found.op
         inside = ", in a break," if op.inside else ""
         sources = f" (it reads what {'; '.join(found.from_)} made)" if found.from_ else ""
@@ -293,7 +293,7 @@ class _Checker:
             raise error
         kind = "refused" if isinstance(error, SegueError) else "error"
         said = str(error) if kind == "refused" else f"{type(error).__name__}: {error}"
-        self._add(Finding(kind, _where.raised(error), f"{doing}: {said}"), group)
+        self._add(Finding(kind, _source_lines.raised(error), f"{doing}: {said}"), group)
 
     def _add(self, finding: Finding, group: Group) -> None:
         """Once for each kind and line: other buckets show the same."""
@@ -321,7 +321,7 @@ class _Checker:
         )
 
 
-def _cases(name: str, call: Call, bucket: int, requests: int | None, lengths: Sequence[int], lab: Lab) -> list[Case]:
+def _cases(name: str, call: Call, bucket: int, requests: int | None, lengths: Sequence[int], lab: Sandbox) -> list[Case]:
     """One call of each length, the last with other values; of a single length one with each."""
     found = [Case(name, tried.resized(call, lab.binder, n), bucket, requests, 0) for n in lengths]
     other = tried.other_values(found[-1].call, lab.binder)

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from segue.capture.breaks import Break
+from segue.capture.break_points import Break
 from segue.check.breaks import called_at
-from segue.check.locate import align
 from segue.check.oplog import Op, OpLog
+from segue.check.origin import align
 from segue.check.report import Finding
 
 _LONG = 60  # characters of a value shown

@@ -14,8 +14,8 @@ import torch
 from torch import Generator, Tensor
 
 import segue
-from segue import _torch, _where
-from segue.capture.state import state
+from segue import _source_lines, _torch
+from segue.capture.thread_state import state
 
 Keep = Literal["nothing", "values", "memory"]
 
@@ -24,7 +24,7 @@ _SEEN_THROUGH = (  # frames between an op and whoever asked for it
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(__file__) + os.sep,
     os.path.join(_SEGUE, "devices") + os.sep,
-    os.path.join(_SEGUE, "capture", "watch.py"),
+    os.path.join(_SEGUE, "capture", "op_watch.py"),
 )
 _PROGRAM = os.path.join(_SEGUE, "capture", "program.py")
 EMPTY = {
@@ -75,7 +75,7 @@ class Written:
 
 
 class OpLog:
-    """An observer that lists ops, for a capture (:func:`segue.capture.watch.observing`) or under :class:`Trace`.
+    """An observer that lists ops, for a capture (:func:`segue.capture.op_watch.observing`) or under :class:`Trace`.
 
     Args:
         keep: ``"values"``: copies of all results. ``"memory"``: the tensors, so that their memory isn't used again and
@@ -109,7 +109,7 @@ class OpLog:
         reads = tuple(map(_key, operands))
         made = [k for k in map(_key, results) if k not in reads]
         op = Op(
-            _torch.op_name(func), _where.caller(), _plain(given, func), tuple(tuple(t.shape) for t in operands),
+            _torch.op_name(func), _source_lines.caller(), _plain(given, func), tuple(tuple(t.shape) for t in operands),
             reads, (*made, *map(_key, targets)), state.inside_break, _is_ours(),
             0 if state.capture is None else state.capture.graphs,
         )  # fmt: skip

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from segue import _torch
-from segue.capture.context import children, is_plain
-from segue.capture.structure import take_apart
+from segue.capture.context_paths import children, is_plain
+from segue.capture.nested import take_apart
 from segue.check.compare import differs, wrong_elements
 from segue.check.oplog import OpLog, Written
 

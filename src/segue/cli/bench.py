@@ -60,8 +60,8 @@ def breaks(
     Compared with the PyPI package breakable-cuda-graphs too, where that is installed. Without a CUDA device only the
     verdicts are given, in a small size.
     """
-    from segue.bench import breaks as bench_breaks
-    from segue.bench.programs import Size
+    from segue.bench import break_cost as bench_breaks
+    from segue.bench.break_programs import Size
 
     timed = torch.cuda.is_available()
     size = Size() if timed else Size(cuts=4, rows=16, valid=11, width=8, layers=2)
@@ -90,7 +90,7 @@ def runner(
 
     Without a CUDA device only the verdicts are given.
     """
-    from segue.bench import runner as bench_runner
+    from segue.bench import call_cost as bench_runner
 
     device = resolve("cuda" if torch.cuda.is_available() else "emulator")
     result = bench_runner.measure(device, times=times, progress=log.print)
@@ -109,7 +109,7 @@ def memory(
 
     Without a CUDA device only the verdicts and the pool are given, in a small size.
     """
-    from segue.bench import memory as bench_memory
+    from segue.bench import ladder_memory as bench_memory
     from segue.bench.decoder import Shape
 
     timed = torch.cuda.is_available()
@@ -138,7 +138,7 @@ def prime(
 
     Without a CUDA device only the verdicts mean anything, in a small size.
     """
-    from segue.bench import prime as bench_prime
+    from segue.bench import prime_latency as bench_prime
     from segue.bench.ttft import LENGTHS, Shape
 
     timed = torch.cuda.is_available()

@@ -50,8 +50,8 @@ def check(
 
 
 def _prime(name: str | None, bucket: int, requests: int, output: Format) -> None:
-    from segue.check.dense import Dense
-    from segue.check.prime import check_prime
+    from segue.check.gate import check_prime
+    from segue.check.tiny_trunk import Dense
     from segue.prime import PrimeGraph
 
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")

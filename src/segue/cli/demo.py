@@ -13,7 +13,7 @@ import torch
 import typer
 from torch import Tensor
 
-from segue.cli import cases, weights
+from segue.cli import demo_prompts, demo_weights
 from segue.cli.output import Format, FormatOption, log, render
 from segue.devices import resolve
 from segue.integrations.transformers import accelerate
@@ -32,9 +32,9 @@ def demo(
     """Run prompts through captured graphs and compare every token with the untouched model."""
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = resolve("emulator" if place.type == "cpu" else place)
-    model, tokenizer = _random_model(layers, place) if random else weights.load(folder, place)
+    model, tokenizer = _random_model(layers, place) if random else demo_weights.load(folder, place)
     size = model.config.vocab_size
-    todo = cases.random_prompts(size, place) if tokenizer is None else cases.prompts(tokenizer, place)
+    todo = demo_prompts.random_prompts(size, place) if tokenizer is None else demo_prompts.prompts(tokenizer, place)
     rows = []
     with accelerate(model, max_tokens=512, strategy="breakable", device=device) as graphed:
         for case in todo:
@@ -53,7 +53,7 @@ def demo(
     log.print("next: segue bench ttft" if device.traits.timing else "next: the same on a machine with CUDA, for times")
 
 
-def _row(graphed: Any, case: cases.Case, tokenizer: Any, tokens: int) -> dict[str, Any]:
+def _row(graphed: Any, case: demo_prompts.Case, tokenizer: Any, tokens: int) -> dict[str, Any]:
     with graphed.untouched():
         want = generate(graphed.model, case, tokens)
     before = graphed.stats
@@ -80,7 +80,7 @@ def _row(graphed: Any, case: cases.Case, tokenizer: Any, tokens: int) -> dict[st
     }
 
 
-def generate(model: Any, case: cases.Case, tokens: int) -> Tensor:
+def generate(model: Any, case: demo_prompts.Case, tokens: int) -> Tensor:
     """Greedy continuation, prompt included: [B, T + at most ``tokens``]."""
     given: dict[str, Any] = {"attention_mask": case.mask, "max_new_tokens": tokens, "do_sample": False}
     if case.chunk:
@@ -106,7 +106,7 @@ def verdict(want: Tensor, got: Tensor, start: int) -> str:
     return "differs in the prompt"
 
 
-def _timings(graphed: Any, case: cases.Case, tokens: int) -> dict[str, Any]:
+def _timings(graphed: Any, case: demo_prompts.Case, tokens: int) -> dict[str, Any]:
     """Milliseconds to the first token and tokens a second, without segue and with it."""
     if case.chunk:
         return {}
@@ -160,7 +160,7 @@ def _random_model(layers: int, device: torch.device) -> tuple[Any, None]:
 
 
 def _title(random: bool, layers: int) -> str:
-    return f"Llama-like, random weights, {layers} layers" if random else weights.NAME
+    return f"Llama-like, random weights, {layers} layers" if random else demo_weights.NAME
 
 
 def _device_name(place: torch.device) -> str:

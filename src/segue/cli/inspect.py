@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from segue.check.anatomy import Anatomy, anatomy
+from segue.check.summary import BucketSummary, summaries
 from segue.cli.output import Format, FormatOption, log, render
 from segue.cli.target import runner_of, said_on_stderr
 from segue.errors import UsageError
@@ -26,7 +26,7 @@ def inspect(
     if bucket is not None and bucket not in found.runner.ladder:
         raise UsageError(f"--bucket {bucket} isn't in the ladder, {', '.join(map(str, found.runner.ladder))}")
     with said_on_stderr():
-        parts = anatomy(
+        parts = summaries(
             found.runner, found.args, found.kwargs or {}, found.ctx, lambda b: log.print(f"capturing bucket {b}")
         )
     if bucket is not None:
@@ -42,7 +42,7 @@ def inspect(
     log.print(f"next: segue inspect {target} --bucket {parts[0].bucket}, or segue check {target}")
 
 
-def _row(p: Anatomy) -> dict[str, Any]:
+def _row(p: BucketSummary) -> dict[str, Any]:
     ops = [s.ops for s in p.segments]
     return {
         "bucket": p.bucket,

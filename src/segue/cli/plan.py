@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from segue.cli.lengths import read_lengths
+from segue.cli.length_samples import read_lengths
 from segue.cli.output import Format, FormatOption, log, render
 from segue.errors import UsageError
 from segue.runner import Ladder

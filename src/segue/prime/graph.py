@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segue import _switch, _torch, devices
+from segue import _torch, devices, environment
 from segue.capture import BreakableCapture
-from segue.capture.state import state
+from segue.capture.thread_state import state
 from segue.devices import Device, Pool
 from segue.errors import UsageError
 from segue.prime.body import Inputs, Reference, body, embed, reference
 from segue.prime.copyout import CopyOut
 from segue.prime.cuts import Pattern
 from segue.prime.delivery import deliver, without_gradients
-from segue.prime.modules import Modules, check_trunk
-from segue.prime.recording import Prime, Recorder
+from segue.prime.recorder import Prime, Recorder
 from segue.prime.requests import Batch, Limits, read, read_tokens
 from segue.prime.trunk import Trunk
+from segue.prime.trunk_guard import Modules, check_trunk
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class PrimeGraph:
             parts = embed(trunk, example, self.name)
             self._inputs = Inputs(parts[0], bucket, requests)
             self._inputs.fill(parts, example)
-        self.off = _switch.off()
+        self.off = environment.disabled()
         self._cuts: Pattern = ()
         self._capture: BreakableCapture | None = None
         self._recorder = Recorder(

@@ -4,8 +4,8 @@ from segue.runner.admission import Decision
 from segue.runner.inputs import Input
 from segue.runner.ladder import Ladder
 from segue.runner.outputs import Lease
+from segue.runner.progress import CaptureSummary
 from segue.runner.runner import GraphRunner
-from segue.runner.session import CaptureSummary
 from segue.runner.stats import Stats
 from segue.runner.strategy import Breakable, Job, Program, Strategy
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from segue.capture.context import globals_of
+from segue.capture.context_paths import globals_of
 
 _MOST = 50_000  # values looked at
 _DEEP = 6  # of containers and plain objects; submodules are followed to the end

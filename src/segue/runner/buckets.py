@@ -8,11 +8,11 @@ from typing import Any
 
 from segue import _torch
 from segue.errors import InputError, ReplayError, UsageError
-from segue.runner.binding import Call, Key
-from segue.runner.capturing import Recorder
+from segue.runner.bucket_recorder import Recorder
+from segue.runner.calls import Call, Key
+from segue.runner.captured_bucket import Plan
 from segue.runner.memory import Cost
 from segue.runner.outputs import Layout, Signature
-from segue.runner.plan import Plan
 from segue.runner.strategy import Strategy
 
 log = logging.getLogger("segue")
@@ -52,7 +52,7 @@ class Buckets:
         self.recorder.binder.keep(call)
         self.variants.add(call.key)
         self.warmed[call.key, bucket, requests] = layout.signature()
-        self.recorder.tally.warmed += 1
+        self.recorder.counters.warmed += 1
         return layout
 
     def record(self, call: Call, bucket: int, requests: int | None, ctx: Any, strategy: Strategy) -> Any:

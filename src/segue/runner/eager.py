@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from segue.capture import active_forward, current_forward_ctx
-from segue.runner.binding import Binder, Call
+from segue.runner.calls import Binder, Call
 from segue.runner.outputs import owned
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from segue.capture import weak_ref_tensor
-from segue.capture.structure import Tree, take_apart
+from segue.capture.nested import Tree, take_apart
 from segue.devices import Pool
 from segue.errors import CaptureError, ReplayError, UsageError
 
 if TYPE_CHECKING:
-    from segue.runner.plan import Plan
+    from segue.runner.captured_bucket import Plan
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 _MOST_VIEWS = 1024

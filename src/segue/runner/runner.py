@@ -12,27 +12,27 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from segue import _switch, devices
-from segue.capture.state import state as thread
-from segue.capture.structure import take_apart
+from segue import devices, environment
+from segue.capture.nested import take_apart
+from segue.capture.thread_state import state as thread
 from segue.devices import Device, Pool
 from segue.errors import NoBucketError, UsageError
 from segue.runner import options
 from segue.runner.admission import EAGER, Admission, Decision
-from segue.runner.binding import Binder, Call
+from segue.runner.bucket_recorder import Recorder, may_capture
 from segue.runner.buckets import FAILED, Buckets, CaptureFailed, Place
-from segue.runner.capturing import Recorder, may_capture
+from segue.runner.calls import Binder, Call
 from segue.runner.eager import run_eager
 from segue.runner.inputs import Declared
 from segue.runner.ladder import Ladder
 from segue.runner.memory import OVER_BUDGET, Cost, MemoryBudget, mib
-from segue.runner.modules import Module
+from segue.runner.module_guard import Module
 from segue.runner.outputs import Lease, Outputs
-from segue.runner.session import CaptureSummary
-from segue.runner.shadow import Shadow
-from segue.runner.stats import Stats, Tally
+from segue.runner.precapture import capture_ladder
+from segue.runner.progress import CaptureSummary
+from segue.runner.replay_verifier import ReplayVerifier
+from segue.runner.stats import Counters, Stats
 from segue.runner.strategy import Breakable, Strategy
-from segue.runner.whole import capture_ladder
 
 if TYPE_CHECKING:
     from segue.check import Report
@@ -121,16 +121,16 @@ class GraphRunner:
         if memory_budget is not None:
             self.budget = MemoryBudget(options.whole_number("memory_budget", memory_budget, 1, " of bytes"))
         self.summary: CaptureSummary | None = None
-        self.module, self.off = Module(fn), _switch.off()
+        self.module, self.off = Module(fn), environment.disabled()
         self.admission = Admission(
             self.ladder, self.request_ladder, max_padding, tuple(s.name for s in self.strategies)
         )
         self._by_name = {s.name: s for s in self.strategies}
         self._preferred = {s.name for s in self.strategies[:-1]}
-        self._strict, self._tally = strict, Tally()
+        self._strict, self._counters = strict, Counters()
         self._output_dims = output_token_dim, output_request_dim
         self._asked, self._pool, self._stream = device, pool, stream
-        self._shadow = Shadow(verify_every, self.state) if verify_every else None
+        self._verifier = ReplayVerifier(verify_every, self.state) if verify_every else None
         self._closed, self._opening = False, threading.Lock()
         self._buckets: Buckets | None = None
         if device is not None or pool is not None or self.module.device is not None:
@@ -242,9 +242,9 @@ class GraphRunner:
     def stats(self) -> Stats:
         """A snapshot of the counters."""
         if self._buckets is None:
-            return self._tally.snapshot(0, 0, ())
+            return self._counters.snapshot(0, 0, ())
         cost = self._buckets.cost()
-        return self._tally.snapshot(cost.pool, cost.driver, self._buckets.captured)
+        return self._counters.snapshot(cost.pool, cost.driver, self._buckets.captured)
 
     @property
     def pool(self) -> Pool | None:
@@ -260,12 +260,12 @@ class GraphRunner:
     def _route(self, call: Call, given: Decision | None, buckets: Buckets) -> Any:
         """Any call but one like an earlier one that was replayed."""
         if self.off:
-            return self._eager(call, _switch.REASON)
+            return self._eager(call, environment.DISABLED)
         decision = self._decide(call, given)
         if decision.strategy in self._preferred:
             call.key = (*call.key, decision.strategy)  # its plans are not those of the last strategy
         plan = buckets.plans.get((call.key, decision.bucket, decision.requests))
-        if plan is None or self._shadow is not None:
+        if plan is None or self._verifier is not None:
             return self._slow(call, decision, buckets)
         if given is None and not self._preferred:  # another strategy may look at more than the counts
             buckets.remember(call, plan)
@@ -285,7 +285,7 @@ class GraphRunner:
             plan = buckets.plans.get(place)
             strategy = self._by_name[d.strategy]
             if plan is not None:
-                return plan.run(call) if self._shadow is None else self._shadow.run(call, plan, recorder, strategy)
+                return plan.run(call) if self._verifier is None else self._verifier.run(call, plan, recorder, strategy)
             self.module.check(recorder.device.torch_device)
             if place not in buckets.warmed or not may_capture():
                 answer = buckets.warm(call, d.bucket, d.requests, call.ctx, strategy).give(call.tokens, call.requests)
@@ -299,7 +299,7 @@ class GraphRunner:
                     return self._fall_back(call, FAILED)
                 self._keep_to_budget(place, buckets)
             call.write_back()
-            self._tally.served(d.bucket, call.tokens)
+            self._counters.served(d.bucket, call.tokens)
             return answer
 
     def _affordable(self, bucket: int, buckets: Buckets) -> bool:
@@ -344,7 +344,7 @@ class GraphRunner:
         return self._eager(call, reason)
 
     def _eager(self, call: Call, reason: str) -> Any:
-        self._tally.fell_back(reason)
+        self._counters.fell_back(reason)
         answer = run_eager(self._binder, call)
         return Lease(answer, None) if self._lease else answer
 
@@ -382,7 +382,7 @@ class GraphRunner:
         self._read = self._binder.read
         outputs = Outputs(*self._output_dims, self._binder.label)
         recorder = Recorder(
-            self.fn, self._binder, outputs, self._tally, device, pool, self._stream, self.ladder, self.request_ladder
+            self.fn, self._binder, outputs, self._counters, device, pool, self._stream, self.ladder, self.request_ladder
         )
         self.admission = replace(self.admission, left_out={})
         if self.budget is not None:

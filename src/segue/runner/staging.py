@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from segue import _torch
-from segue.runner.binding import Call
+from segue.runner.calls import Call
 from segue.runner.inputs import Leaf, Spec
 
 _MOST_PADS = 256  # rows of padding kept ready for a fused copy; longer tails are filled

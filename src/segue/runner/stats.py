@@ -40,7 +40,7 @@ class Replays:
         self.calls = self.tokens = 0
 
 
-class Tally:
+class Counters:
     """The counters behind the snapshots. Several threads may lose a count, never a call."""
 
     __slots__ = (

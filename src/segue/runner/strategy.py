@@ -11,7 +11,7 @@ from torch import Tensor
 
 from segue.capture import BreakableCapture, active_forward
 from segue.devices import Pool
-from segue.runner.binding import Call
+from segue.runner.calls import Call
 
 Forward = Callable[[], Any]  # the user's function on the bucket's static inputs
 Finish = Callable[[], None]
@@ -91,7 +91,13 @@ class Breakable:
             whatever the forward or the capture raises; ``job.launched`` says whether a segment or break had run.
         """
         capture = BreakableCapture(
-            rows=job.tokens, pool=job.pool, stream=job.stream, valid_rows=job.valid, name=job.name, root=job.root, overlap=True
+            rows=job.tokens,
+            pool=job.pool,
+            stream=job.stream,
+            valid_rows=job.valid,
+            name=job.name,
+            root=job.root,
+            defer_checks=True,
         )
         with torch.inference_mode(), active_forward(job.ctx), capture:
             try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from segue.devices.cuda import raw, streams
+from segue.devices.cuda import raw, side_streams
 from segue.devices.cuda.pool import CudaPool, session_books
 from segue.devices.cuda.recording import CudaRecording
 from segue.devices.protocol import Traits
@@ -59,7 +59,7 @@ class CudaDevice:
         return CudaRecording(pool)
 
     def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
-        return streams.ordered(fn)
+        return side_streams.ordered(fn)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

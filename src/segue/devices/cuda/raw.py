@@ -153,7 +153,7 @@ def memory_segments(pool: Any) -> list[dict[str, Any]]:
 
 
 def allocator_mark(device: int) -> tuple[int, int]:
-    """Changes whenever torch's allocator takes memory from the device or gives some back."""
+    """ModuleSnapshot whenever torch's allocator takes memory from the device or gives some back."""
     stats = torch._C._cuda_memoryStats(device)
     return int(stats["num_device_alloc"]), int(stats["reserved_bytes"]["all"]["current"])
 

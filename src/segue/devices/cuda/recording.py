@@ -12,7 +12,7 @@ import torch
 from segue import _torch
 from segue.devices.cuda import raw
 from segue.devices.cuda.pool import CudaPool
-from segue.devices.cuda.streams import Seen, observing
+from segue.devices.cuda.side_streams import Seen, observing
 from segue.errors import CaptureError
 
 

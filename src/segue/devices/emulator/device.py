@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from segue.devices.emulator import guard
+from segue.devices.emulator import host_guard
 from segue.devices.emulator.pool import EmulatedPool
 from segue.devices.emulator.recording import EmulatedRecording
 from segue.devices.protocol import Traits
@@ -44,7 +44,7 @@ class Emulator:
             try:
                 yield
             finally:
-                guard.sweep()
+                host_guard.sweep()
 
     def begin(self, pool: EmulatedPool) -> EmulatedRecording:
         return EmulatedRecording(pool)

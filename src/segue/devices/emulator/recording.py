@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from segue import _torch, _where
-from segue.devices.emulator.guard import HostGuard, eager_compiled
+from segue import _source_lines, _torch
+from segue.devices.emulator.host_guard import HostGuard, eager_compiled
+from segue.devices.emulator.op_rules import MEND, Facts, check_arguments, facts, refusal
 from segue.devices.emulator.pool import EmulatedPool
-from segue.devices.emulator.rules import MEND, Facts, check_arguments, facts, refusal
 from segue.devices.emulator.tape import EmulatedSegment, External, Step, Store
 from segue.errors import CaptureError, UsageError
 
@@ -153,7 +153,7 @@ class EmulatedRecording:
         if fresh.refused is not None:
             raise self.refuse(refusal(known.op, fresh.refused))
         if (fresh.stores and fresh.fill) or any(known.writes) or known.acts:
-            where = _where.caller()
+            where = _source_lines.caller()
             bake = partial(self._bake, known.op, where)
             run = partial(known.run, *_map(bake, args), **{k: _map(bake, v) for k, v in kwargs.items()})
             self._steps.append(Step(run, _joined(fresh.stores), known.op, where))

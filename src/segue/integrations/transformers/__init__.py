@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from segue import _switch
+from segue import environment
 from segue.errors import UsageError
-from segue.integrations.transformers.off import Off
+from segue.integrations.transformers.disabled import DisabledHandle
 
 if TYPE_CHECKING:
     from segue.devices import Device
-    from segue.integrations.transformers.forwarding import Handle
+    from segue.integrations.transformers.base_handle import Handle
 
 __all__ = ["accelerate"]
 
@@ -54,8 +54,8 @@ def accelerate(
         SegueError: transformers is missing, or the model can't be served and why: its family, its mode, its devices, an
             attention that never reaches the break, a result that differs from the untouched model's.
     """
-    if _switch.off():
-        return Off(model)
+    if environment.disabled():
+        return DisabledHandle(model)
     _require_transformers()
     if strategy not in _STRATEGIES:
         raise UsageError(f"strategy={strategy!r} is not one that segue.accelerate() knows: use one of {_STRATEGIES}")

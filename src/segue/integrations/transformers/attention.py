@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from segue import _torch
-from segue.capture.breaks import break_point
-from segue.capture.state import current_forward_ctx
-from segue.integrations.transformers.beginning import begin_layer
-from segue.integrations.transformers.implementation import Implementation
+from segue.capture.break_points import break_point
+from segue.capture.thread_state import current_forward_ctx
+from segue.integrations.transformers.attention_name import AttentionName
+from segue.integrations.transformers.lazy_cache_init import init_layer
 
 # Arguments of an attention function that belong to the running forward: bound at capture, they'd be the first call's.
 _LIVE = ("position_ids", "use_cache")
@@ -33,7 +33,7 @@ class Forward:
     make_masks: Callable[[], Sequence[Any]]  # before the cache has grown
     masked: bool  # the caller gave a mask
     attention: Callable[..., Any]  # the model's own
-    implementation: Implementation
+    implementation: AttentionName
     live: dict[str, Any]  # arguments that the model's own attention would get, as this call has them
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)  # the caller's mode
     fresh: bool = False  # one prompt for an empty cache, as a prime graph takes it
@@ -92,7 +92,7 @@ def _attend(
         query, key, value = (_batched(t, forward.batch, forward.length) for t in (query, key, value))
     mask = forward.masks[layer]
     if forward.cache is not None:
-        begin_layer(forward.cache, layer, key, value)
+        init_layer(forward.cache, layer, key, value)
         key, value = forward.cache.update(key, value, layer)
     out: Tensor = forward.attention(module, query, key, value, mask, **options, **forward.live)[0]
     return out if forward.batch == 1 else out.reshape(1, forward.batch * forward.length, *out.shape[2:])

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from segue import _where
+from segue import _source_lines
 from segue.errors import UsageError
-from segue.integrations.transformers.changes import Changes, hooks_on
-from segue.integrations.transformers.taken import Taken
+from segue.integrations.transformers.forward_patch import ForwardPatch
+from segue.integrations.transformers.module_snapshot import ModuleSnapshot, hooks_on
 
 # Tested families: a decoder of identical layers, token-wise but for attention, which goes through AttentionInterface.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -37,7 +37,7 @@ def decoder_of(model: Any) -> Any:
     check_mode(model, decoder)
     _check_rope(model, decoder.config)
     check_hooks(model, decoder)
-    if isinstance(decoder.__dict__.get("forward"), Taken):
+    if isinstance(decoder.__dict__.get("forward"), ForwardPatch):
         raise UsageError(f"{_name(model)} is accelerated already: call restore() on the handle of the first time")
     return decoder
 
@@ -57,7 +57,7 @@ def device_of(decoder: nn.Module) -> torch.device:
     return torch.device(places[0])
 
 
-def refuse_training(changes: Changes) -> None:
+def refuse_training(changes: ModuleSnapshot) -> None:
     """Raise UsageError if the decoder, or a module in it to which that matters, is in training mode."""
     who = changes.training()
     if who is not None:
@@ -177,8 +177,8 @@ def check_hooks(model: Any, decoder: Any) -> None:
             continue
         for hook in hooks_on(module):
             raise UsageError(
-                f"{_name(model)}: a forward hook, {_where.of(hook)}, is registered on {name}. Replays run no Python, so it "
-                "would be called while capturing and never again. Remove it, or make what it does a break point."
+                f"{_name(model)}: a forward hook, {_source_lines.of(hook)}, is registered on {name}. Replays run no Python, "
+                "so it would be called while capturing and never again. Remove it, or make what it does a break point."
             )
 
 

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from segue import _switch, _torch
-from segue.capture.state import active_forward
+from segue import _torch, environment
+from segue.capture.thread_state import active_forward
 from segue.errors import UsageError
-from segue.integrations.transformers import checks, fresh, names
+from segue.integrations.transformers import checks, names, prime_admission
 from segue.integrations.transformers.attention import Forward, attention_forward
-from segue.integrations.transformers.body import Body
-from segue.integrations.transformers.calls import Call, Reader
-from segue.integrations.transformers.changes import Changes
-from segue.integrations.transformers.forwarding import Handle
-from segue.integrations.transformers.implementation import NAME, Implementation
-from segue.integrations.transformers.taken import Taken
-from segue.prime.strategy import PrimeStrategy
+from segue.integrations.transformers.attention_name import NAME, AttentionName
+from segue.integrations.transformers.base_handle import Handle
+from segue.integrations.transformers.decoder_body import Body
+from segue.integrations.transformers.decoder_calls import Call, Reader
+from segue.integrations.transformers.forward_patch import ForwardPatch
+from segue.integrations.transformers.module_snapshot import ModuleSnapshot
+from segue.prime.prime_strategy import PrimeStrategy
 from segue.runner import Breakable, GraphRunner, Input, Job, Ladder, Program
 from segue.runner.memory import mib
-from segue.runner.session import Progress
+from segue.runner.progress import Progress
 
 if TYPE_CHECKING:
     from segue.devices import Device
@@ -43,9 +43,9 @@ class Accelerated(Handle):
         self._decoder = decoder = checks.decoder_of(model)
         self._device = checks.device_of(decoder)
         self._forward: Callable[..., Any] = decoder.forward
-        self._changes = Changes(decoder)
+        self._changes = ModuleSnapshot(decoder)
         self._reader = Reader(decoder.config, self._forward)
-        self._implementation = Implementation(m.config for m in decoder.modules() if hasattr(m, "config"))
+        self._implementation = AttentionName(m.config for m in decoder.modules() if hasattr(m, "config"))
         self._body = Body(decoder, self._forward, self._implementation)
         self._layers = int(decoder.config.num_hidden_layers)
         self._attention_module = decoder.layers[0].self_attn
@@ -68,8 +68,8 @@ class Accelerated(Handle):
             device=self._device if device is None else device,
             strategies=[*([self._prime] if self._prime else []), self._strategy],
         )
-        self._taken = Taken(decoder, self._serve)
-        self._taken.put()
+        self._patch = ForwardPatch(decoder, self._serve)
+        self._patch.put()
 
     @property
     def runner(self) -> GraphRunner:
@@ -124,7 +124,7 @@ class Accelerated(Handle):
         if self._restored:
             return
         self._restored = True
-        self._taken.give_back()
+        self._patch.give_back()
         self._runner.close()
 
     def _reference(self) -> Callable[..., Any]:
@@ -143,8 +143,8 @@ class Accelerated(Handle):
             return self._forward(*args, **kwargs) if self._here.untouched else self._serve_alone(args, kwargs)
 
     def _serve_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _switch.off():
-            return self._untouched_forward(_switch.REASON, args, kwargs)
+        if environment.disabled():
+            return self._untouched_forward(environment.DISABLED, args, kwargs)
         self._check_usable()
         call = self._reader.read(args, kwargs)
         if isinstance(call, str):
@@ -194,7 +194,7 @@ class Accelerated(Handle):
         live = {"position_ids": positions, "use_cache": call.use_cache}
         masked = call.attention_mask is not None
         ctx = Forward(call.batch, call.length, cache, make_masks, masked, function, self._implementation, live, reached=reached)
-        ctx.fresh = self._prime is not None and fresh.is_fresh(ctx, call.position_ids, self._decoder)
+        ctx.fresh = self._prime is not None and prime_admission.is_fresh(ctx, call.position_ids, self._decoder)
         return ctx
 
     def _capture_primes(self, prime: PrimeStrategy, x: Tensor) -> None:
@@ -231,7 +231,7 @@ class Accelerated(Handle):
         if strategy == "breakable":
             return None
         try:
-            return fresh.strategy(self._model, self._decoder, self._forward, rows)
+            return prime_admission.strategy(self._model, self._decoder, self._forward, rows)
         except UsageError:
             if strategy == "prime":
                 raise

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from segue.runner.memory import mib
 
 if TYPE_CHECKING:
-    from segue.integrations.transformers.forwarding import Handle
+    from segue.integrations.transformers.base_handle import Handle
 
 
 def report(handle: Handle) -> str:

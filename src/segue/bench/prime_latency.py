@@ -1,0 +1,157 @@
+"""Prime against breakable: one fresh prompt's forward with the caller's cache filled, beside the sum of its kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from segue.bench import clock
+from segue.bench.ttft import LENGTHS, Shape
+from segue.check.caches import difference
+from segue.devices import Device
+from segue.integrations.transformers import accelerate, names
+from segue.integrations.transformers.prime_trunk import ModelTrunk
+from segue.prime import PrimeGraph
+
+_RECORDINGS = 7  # of each kind
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run measured.
+
+    ``rows``: one for each length, every forward as long as its bucket. ``cuts``: milliseconds of each pattern of cuts
+    that was measured. ``right``: every run equal to its reference, bit for bit.
+    """
+
+    rows: list[dict[str, Any]]
+    cuts: list[dict[str, Any]]
+    right: bool
+    notes: list[str] = field(default_factory=list)
+
+
+def measure(
+    device: Device,
+    shape: Shape | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    lengths: Sequence[int] = LENGTHS,
+    times: int = 20,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Result:
+    """Measure eager, breakable and prime at each of ``lengths``, in turns; each fills a fresh cache and gives
+    logits."""
+    shape = shape or Shape()
+    model = shape.model(dtype, device.torch_device)
+    trunk = ModelTrunk(model)  # before it is accelerated: it is the untouched decoder that a trunk runs
+    rows, cuts = [], []
+    with accelerate(model, max_tokens=max(lengths), strategy="breakable", device=device) as graphed:
+        for n in sorted(lengths, reverse=True):
+            progress(f"{n} tokens")
+            with PrimeGraph(trunk, n, device=device) as prime:
+                rows.append(_row(graphed, prime, n, times))
+                if prime.measured:
+                    cuts.append({"tokens": n, **{str(list(cut)): seconds * 1e3 for cut, seconds in prime.measured.items()}})
+    rows.reverse()
+    cuts.reverse()
+    notes = [f"shape: {dataclasses.asdict(shape)}, {str(dtype).removeprefix('torch.')}"]
+    if not device.traits.timing:
+        notes.append(f"Device {device.name}: no time is meant, only the verdicts.")
+    return Result(rows, cuts, all(row["prime = reference"] == "bit for bit" for row in rows), notes)
+
+
+def _row(graphed: Any, prime: PrimeGraph, n: int, times: int) -> dict[str, Any]:
+    model, trunk = graphed.model, prime.trunk
+    draw = torch.Generator().manual_seed(n)
+    ids = torch.randint(0, model.config.vocab_size, (1, n), generator=draw).to(model.device)
+    name = names.cache_name(model.forward)
+
+    # Allocations before the clock starts, as generate() makes one before its forwards; each goes with its call.
+    caches = [names.new_cache(model.config) for _ in range(3 * times + 28 + _RECORDINGS)]
+
+    def forward() -> Any:
+        with torch.inference_mode():
+            return model(ids, use_cache=True, logits_to_keep=1, **{name: caches.pop()})
+
+    def eager() -> Any:
+        with graphed.untouched():
+            return forward()
+
+    def run() -> Any:
+        with torch.inference_mode():
+            return prime.run(ids, caches.pop())
+
+    def replay() -> None:
+        assert prime.capture is not None
+        prime.capture.replay()
+
+    def copy() -> None:
+        with torch.inference_mode():
+            prime.copies.copy(pairs)
+
+    for _ in range(3):
+        forward()  # the reference, the capture, a replay
+    session = names.new_cache(model.config)
+    with torch.inference_mode():
+        trunk.reserve(session, n)  # type: ignore[attr-defined]
+        pairs = prime.copies.pairs(trunk.state(session), 0, 0, n)
+        got, want = run(), prime.reference(ids)
+    runs = {
+        "eager": eager,
+        "breakable": forward,
+        "prime": run,
+        "replay": replay,
+        "copy": copy,
+    }
+    taken = clock.interleaved(runs, times)
+    whole, copied = clock.kernels(run), clock.kernels(copy)
+    busy = None if whole is None or copied is None else whole - copied
+    forwards, recordings = _recordings(prime, eager)
+    differs = difference(got.logits, want.logits) or difference(got.hidden, want.hidden)
+    return {
+        "tokens": n,
+        "eager ms": taken["eager"] * 1e3,
+        "breakable ms": taken["breakable"] * 1e3,
+        "prime ms": taken["prime"] * 1e3,
+        "of it replay ms": taken["replay"] * 1e3,
+        "kernel sum ms": None if busy is None else busy * 1e3,
+        "prime / breakable": taken["prime"] / taken["breakable"],
+        "prime / kernel sum": None if busy is None else taken["prime"] / busy,
+        "replay / kernel sum": None if busy is None else taken["replay"] / busy,
+        "copy-out us": taken["copy"] * 1e6,
+        "of it device us": None if copied is None else copied * 1e6,
+        "copied MB": sum(to.numel() * to.element_size() for to, _ in pairs) / 1e6,
+        "cut after": str(list(prime.cuts)),
+        "recording ms": recordings * 1e3,
+        "recording / eager": recordings / forwards,
+        "prime = reference": differs or "bit for bit",
+    }
+
+
+def _recordings(prime: PrimeGraph, eager: Callable[[], object]) -> tuple[float, float]:
+    """Median seconds, taken in turns: an eager forward, and recording ``prime`` as it is cut."""
+    eagerly: list[float] = []
+    recording: list[float] = []
+    for _ in range(_RECORDINGS):
+        eagerly.append(clock.wall(eager))
+        with PrimeGraph(prime.trunk, prime.bucket, cuts=prime.cuts, device=prime.device) as again:
+            recording.append(again.seconds)
+    return statistics.median(eagerly), statistics.median(recording)
+
+
+def float32() -> ModelTrunk:
+    """The trunk that is measured, in float32: ``segue check prime segue.bench.prime_latency:float32 --bucket 512``."""
+    return _trunk(torch.float32)
+
+
+def bfloat16() -> ModelTrunk:
+    """The same in bfloat16."""
+    return _trunk(torch.bfloat16)
+
+
+def _trunk(dtype: torch.dtype) -> ModelTrunk:
+    return ModelTrunk(Shape().model(dtype, torch.device("cuda" if torch.cuda.is_available() else "cpu")))

@@ -1,0 +1,405 @@
+"""Break points: functions that run eagerly between two segments, and plainly everywhere else."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, ParamSpec, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from segue import _source_lines, _torch
+from segue.capture.arguments import BoundArguments, of_context
+from segue.capture.context_paths import ContextMap, getter, is_plain, show
+from segue.capture.handoff import Allocate, Handoff, first_result, token_dimension, zeros_on
+from segue.capture.nested import Branch, OnLeaf, StructureChanged, Take, leaves, parts_of, settle
+from segue.capture.op_watch import OpWatch
+from segue.capture.thread_state import state
+from segue.capture.views import cut_rows
+from segue.errors import CaptureError, ReplayError, UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def break_point(fn: Callable[P, R]) -> Callable[P, R]: ...
+@overload
+def break_point(
+    *, trim: Sequence[str] | Mapping[str, int] = (), token_dim: Any = 0, out: str | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def break_point(
+    fn: Callable[P, R] | None = None,
+    *,
+    trim: Sequence[str] | Mapping[str, int] = (),
+    token_dim: Any = 0,
+    out: str | None = None,
+) -> Any:
+    """Make a function a break: during a capture it ends the segment, runs eagerly with live context, and hands its results on.
+
+    Outside a capture the decorated function is a plain call.
+
+    Args:
+        trim: names of arguments that arrive as their valid rows, cut along dimension 0; as a mapping, name to dimension.
+        token_dim: the dimension of the result that has one row a token: a value, or one per output (by position, key or
+            field); None where there is none. Rows past the valid ones are cleared before the next segment reads them.
+        out: name of an argument that the caller allocates and the function fills. It is the result; nothing is copied.
+
+    Raises:
+        UsageError: a name that the function doesn't have.
+    """
+    if fn is not None and not callable(fn):
+        raise UsageError(f"break_point decorates a function; got a {type(fn).__qualname__}")
+    if fn is None:
+        return lambda f: break_point(f, trim=trim, token_dim=token_dim, out=out)  # type: ignore[call-overload]
+    spec = BreakSpec(fn, trim if isinstance(trim, Mapping) else dict.fromkeys(trim, 0), token_dim, out)
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return spec.call(args, kwargs)
+
+    _torch.dynamo_boundary(wrapper)
+    return wrapper
+
+
+def break_here(fn: Callable[..., Any], dst: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run ``fn(*args, **kwargs)`` as a break whose result is copied into ``dst`` (tensors), and return ``dst``.
+
+    ``fn`` may fill ``dst`` itself and return None. Rows of the result may be fewer than those of ``dst``; the others are zeroed.
+    """
+    return BreakSpec(fn, {}, 0, None).call(args, kwargs, into=dst)
+
+
+class BreakSpec:
+    """What is known of a break point before it is met: the function and its options."""
+
+    def __init__(self, fn: Callable[..., Any], trim: Mapping[str, int], token_dim: Any, out: str | None) -> None:
+        self.fn, self.trim, self.token_dim, self.out = fn, dict(trim), token_dim, out
+        self.label = _source_lines.of(fn)
+        self.names = _parameter_names(fn)
+        self.receiver = self.names[:1] in (["self"], ["cls"])
+        for name in (*self.trim, *((out,) if out else ())):
+            if self.names and name not in self.names:
+                raise UsageError(f"break_point: {self.label} has no argument {name!r}; it has {', '.join(self.names)}")
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any = None) -> Any:
+        if state.phase == "segment" and state.capture is not None:
+            return state.capture.run_break(self, args, kwargs, into)
+        if state.reference and not state.inside_break:
+            return self._reference(args, kwargs, into)
+        result = self.fn(*args, **kwargs)
+        destination = self.destination(args, kwargs, into)
+        if into is not None and result is not None and result is not into:
+            _fill(into, result, self.label)
+        return result if destination is None else destination
+
+    def destination(self, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
+        """The memory that the caller gave for the result, if it gave some."""
+        return into if self.out is None else self._argument(self.out, args, kwargs)
+
+    def trimmed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, those under ``trim`` cut to the valid rows of the running forward."""
+        if not self.trim or state.valid is None:
+            return args, kwargs
+        cut = [cut_rows(v, state.valid, self.trim[k]) if k in self.trim else v for k, v in zip(self.names, args, strict=False)]
+        return (*cut, *args[len(cut) :]), {
+            k: cut_rows(v, state.valid, self.trim[k]) if k in self.trim else v for k, v in kwargs.items()
+        }
+
+    def named(self, names: Iterable[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The arguments of these names that the call gives."""
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        return [given[name] for name in names if name in given]
+
+    def _argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in kwargs:
+            return kwargs[name]
+        at = self.names.index(name)
+        if at >= len(args) or args[at] is None:
+            raise UsageError(f"break {self.label}: out={name!r} names an argument that the call doesn't give")
+        return args[at]
+
+    def _reference(self, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
+        return Break(self, args, kwargs, into, watch=None, where=f"break {self.label} in the reference").first_run()
+
+
+class Break:
+    """One break in a program: bound arguments and hand-offs."""
+
+    def __init__(
+        self, spec: BreakSpec, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any, *, watch: OpWatch | None, where: str
+    ) -> None:
+        self.spec, self.where, self._op_watch, self._fn = spec, where, watch, spec.fn
+        self._first = (args, kwargs, into)
+        if watch is not None:
+            self._fn = of_context(spec.fn, where)
+        self._bound = None if watch is None else BoundArguments(
+            spec.names, args, kwargs, watch=watch, trim=spec.trim, receiver=spec.receiver, where=where
+        )  # fmt: skip
+        self._take: Take = _ignore
+        self._single: Handoff | None = None  # the whole result is one tensor
+        self._nothing = False  # the whole result is None
+        self._clears: list[Handoff] = []  # of memory that the caller gave, which the function may fill itself
+
+    @property
+    def bound(self) -> BoundArguments:
+        assert self._bound is not None
+        return self._bound
+
+    def runs(self) -> tuple[Callable[[], Any], Take | None, Take]:
+        """What a replay calls: the function on the live values, and what takes its result. ``state`` says which rows are valid.
+        Where the result was None there is nothing to take, and the last of the three refuses one."""
+        call = self.bound.caller(self._fn)
+        if self._clears or isinstance(self._take, Branch):
+            return call, self._accept, self._accept
+        if self._single is not None:
+            assert self._op_watch is not None
+            zeros = zeros_on(self._op_watch.pool.device, self._single.buffer.dtype)
+            return call, self._single.taker(zeros), self._accept
+        return call, None if self._nothing else self._take, self._take
+
+    def first_run(self) -> Any:
+        """Run the function at capture, or in the reference, and return what the forward goes on with."""
+        args, kwargs, into = self._first
+        del self._first
+        state.inside_break, state.asked_rows = True, False
+        try:
+            with torch.no_grad():
+                cut_args, cut_kwargs = self.spec.trimmed(args, kwargs)
+                filled = _containers([*args, *kwargs.values()])
+                with nullcontext() if state.made is None else state.made.off():
+                    result, elsewhere = self._ordered(lambda: self._fn(*cut_args, **cut_kwargs))
+                if self._op_watch is not None and _containers([*args, *kwargs.values()]) != filled:
+                    raise CaptureError(
+                        f"{self.where}: the break changed what a list, dict or dataclass argument holds, and the segments after "
+                        "it would go on with what it held at capture. Return the new values."
+                    )
+                if elsewhere:
+                    assert self._op_watch is not None
+                    self._fn = _in_order(self._op_watch.pool.device.ordered, self._fn)
+                destination = self.spec.destination(args, kwargs, into)
+                if destination is None:
+                    return self._settle(result, args, kwargs)
+                if self.spec.out is not None and isinstance(result, Tensor) and not _in(result, _memory([destination])):
+                    raise CaptureError(
+                        f"{self.where}: it declares out={self.spec.out!r} and returned another tensor, which nothing would read. "
+                        f"Fill {self.spec.out!r}, or leave out= away."
+                    )
+                self._settle_into(destination, result)
+                return destination
+        finally:
+            state.inside_break = False
+
+    def _ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
+        return (fn(), False) if self._op_watch is None else self._op_watch.pool.device.ordered(fn)
+
+    def _accept(self, result: Any) -> None:
+        if self._clears and (result is None or self.spec.out is not None):
+            for handoff in self._clears:
+                handoff.clear(state.valid)
+            return
+        try:
+            self._take(result)
+        except StructureChanged as e:
+            raise ReplayError(
+                f"{self.where}: {e.path} is {e.found}, but at capture it was {e.expected}. A break must return the same "
+                "structure at every replay."
+            ) from None
+
+    def _settle(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arguments, cuts_rows = [*args, *kwargs.values()], bool(self.spec.trim) or state.asked_rows
+        memory = _memory(arguments)
+        cut = memory if state.asked_rows else _memory(self.spec.named(self.spec.trim, args, kwargs))
+        ours = _made if self._op_watch is None else self._op_watch.pool.owns
+        allocate: Allocate = _like_eager(arguments, result) if self._op_watch is None else self._op_watch.allocate
+        contexts = ContextMap(state.ctx)
+        seen: dict[int, tuple[Tensor, list[Any]]] = {}
+        handoffs: list[Handoff] = []
+        times = Counter(id(v) for v in leaves(result))
+
+        def on_leaf(value: Any, path: str, token_dim: int | None) -> tuple[Take, Any]:
+            if not isinstance(value, Tensor):
+                return self._same(path, value, contexts), value
+            if self._op_watch is not None and value.device != self._op_watch.pool.device.torch_device:
+                raise CaptureError(
+                    f"{self.where}: {path} is on {value.device}, and segments run on {self._op_watch.pool.device.name}. Move it "
+                    "there inside the break, or keep it on the live context if only breaks use it."
+                )
+            if id(value) in seen:
+                return _the_same(seen[id(value)][1], path, self.where), seen[id(value)][0]
+            owned = value.layout is torch.strided and ours(value)
+            kept, handoff = first_result(
+                value, token_dim, rows=state.rows, valid=state.valid, cuts_rows=cuts_rows,
+                argument_memory=(owned or _in(value, memory)) and not contexts.find_memory(value), own_memory=owned,
+                cut_memory=(owned and state.asked_rows) or _in(value, cut), allocate=allocate, path=path, where=self.where,
+            )  # fmt: skip
+            self._weaken(handoff)
+            handoffs.append(handoff)
+            last: list[Any] = []
+            seen[id(value)] = kept, last
+            return handoff.accept if times[id(value)] == 1 else _noted(handoff.accept, last), kept
+
+        self._take, settled = self._walk(result, on_leaf, lambda v: contexts.find(v) is not None)
+        if isinstance(result, Tensor):
+            self._single = handoffs[0]
+        self._nothing = result is None
+        return settled
+
+    def _settle_into(self, destination: Any, result: Any) -> None:
+        def on_leaf(t: Any, path: str, token_dim: int | None) -> tuple[Take, Any]:
+            if not isinstance(t, Tensor):
+                raise UsageError(f"{self.where}: the destination has a {type(t).__qualname__} at {path}, not a tensor")
+            dim = token_dimension(t, token_dim)
+            if dim is not None and state.rows is not None and t.shape[dim] != state.rows:
+                dim = None
+            self._clears.append(Handoff(t, dim, path, self.where))
+            return self._clears[-1].accept, t
+
+        self._take, _ = self._walk(destination, on_leaf, lambda _: False)
+        self._accept(result)
+        for handoff in self._clears:
+            self._weaken(handoff)
+
+    def _weaken(self, handoff: Handoff) -> None:
+        if self._op_watch is not None and self._op_watch.pool.owns(handoff.buffer):
+            handoff.weaken()
+
+    def _walk(self, value: Any, on_leaf: OnLeaf, opaque: Callable[[Any], bool]) -> tuple[Take, Any]:
+        try:
+            return settle(value, self.spec.token_dim, on_leaf, opaque)
+        except ValueError as e:
+            raise UsageError(f"{self.where}: {e}") from None
+
+    def _same(self, place: str, value: Any, contexts: ContextMap) -> Take:
+        """A check that a value which isn't a tensor is at every replay what it was at capture."""
+        path = contexts.find(value)
+        if path is None and not is_plain(value):
+            raise CaptureError(
+                f"{self.where}: {place} is a {type(value).__qualname__}, which the forward would go on using as it was at "
+                "capture. Return tensors, plain values, or objects that the live context holds."
+            )
+        get = getter(path) if path is not None else None
+        what, where = repr(value) if path is None else show(path), self.where
+        kept = value if get is None else None  # neither a capture's context nor the break may live on for this check
+
+        def check(now: Any) -> None:
+            then = kept if get is None else get(state.ctx)
+            if not (now is then or (is_plain(now) and type(now) is type(then) and _equal(now, then))):
+                raise ReplayError(
+                    f"{where}: {place} is {now!r} and was {what} at capture. The segments after it were recorded for "
+                    "that value; return it as a tensor, or make the break cover what depends on it."
+                )
+
+        return check
+
+
+def _in_order(ordered: Callable[[Callable[[], Any]], tuple[Any, bool]], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A break's function that was seen to use other streams: the next segment waits for what it leaves there."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return ordered(lambda: fn(*args, **kwargs))[0]
+
+    return run
+
+
+def _noted(take: Take, last: list[Any]) -> Take:
+    """``take``, for a tensor that stands at several places of the result."""
+
+    def noted(t: Any) -> None:
+        last[:] = [t]
+        take(t)
+
+    return noted
+
+
+def _the_same(last: list[Any], path: str, where: str) -> Take:
+    """At a later place of such a tensor: it must be the same object as at the first again."""
+
+    def same(t: Any) -> None:
+        first = last.pop() if last else t
+        if t is not first and not _one_memory(t, first):
+            raise ReplayError(
+                f"{where}: {path} and an earlier place of the result were one tensor at capture, and are two now. The segments "
+                "after it read one memory for both. Return two tensors at capture too (clone())."
+            )
+        last.append(first)
+
+    return same
+
+
+def _one_memory(a: Any, b: Any) -> bool:
+    """Whether two tensors hold the same whatever happens: a tensor passed twice is cut to its valid rows twice."""
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and _what_it_reads(a) == _what_it_reads(b)
+
+
+def _what_it_reads(t: Tensor) -> Any:
+    if t.layout is not torch.strided:
+        return id(t)
+    kind = t.dtype, t.device, t.shape
+    return (*kind, t.data_ptr(), t.stride(), t.is_conj(), t.is_neg()) if t.numel() else kind
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return bool(a == b or (a != a and b != b))  # NaN is what it was
+
+
+def _made(t: Tensor) -> bool:
+    return state.made is not None and state.made.has(t)
+
+
+def _ignore(_: Any) -> None:
+    return None
+
+
+def _fill(into: Any, result: Any, label: str) -> None:
+    def on_leaf(t: Any, path: str, _: int | None) -> tuple[Take, Any]:
+        if not isinstance(t, Tensor):
+            raise UsageError(f"break {label}: the destination has a {type(t).__qualname__} at {path}, not a tensor")
+        return Handoff(t, token_dimension(t, 0), path, f"break {label}").accept, t
+
+    with torch.no_grad():
+        try:
+            settle(into, None, on_leaf, lambda _: False)[0](result)
+        except StructureChanged as e:
+            raise UsageError(f"break {label}: {e.path} is {e.found}; its destination is {e.expected}") from None
+
+
+def _like_eager(arguments: list[Any], result: Any) -> Allocate:
+    device = next((t.device for t in _tensors([result, *arguments])), torch.device("cpu"))
+
+    def allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):  # as in a capture: code compiled for one kind of tensor compiles anew for the other
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    return allocate
+
+
+def _memory(values: list[Any]) -> set[int]:
+    return {_torch.storage_key(t) for t in _tensors(values)}
+
+
+def _in(t: Tensor, memory: set[int]) -> bool:
+    return t.layout is torch.strided and _torch.storage_key(t) in memory
+
+
+def _containers(arguments: list[Any]) -> list[list[tuple[Any, int]]]:
+    """What each argument that is a container holds, by identity."""
+    return [[(key, id(child)) for key, child in parts_of(a) or ()] for a in arguments]
+
+
+def _tensors(values: list[Any]) -> list[Tensor]:
+    return [v for v in leaves(values) if isinstance(v, Tensor) and v.layout is torch.strided]
+
+
+def _parameter_names(fn: Callable[..., Any]) -> list[str]:
+    target = fn.forward if isinstance(fn, torch.nn.Module) else fn
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in positional] + [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]

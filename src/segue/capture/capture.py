@@ -1,0 +1,348 @@
+"""The capture itself: a transaction that ends with a whole program, or as if it had never been."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from segue import _source_lines, devices
+from segue.capture.break_points import Break, BreakSpec
+from segue.capture.externals import External, Externals
+from segue.capture.isolation import forget_casts, one_capture, still, tuned_kernel, uninterrupted
+from segue.capture.op_watch import OpWatch
+from segue.capture.program import Program, Step, row_count
+from segue.capture.thread_state import state
+from segue.devices import Device, Pool, Recording, Segment
+from segue.errors import CaptureError, GraphMemoryError, ReplayError, SegueError, UsageError
+
+log = logging.getLogger("segue")
+
+
+class BreakableCapture:
+    """Capture what runs inside ``with`` as CUDA graphs, broken where a :func:`~segue.break_point` runs eagerly.
+
+    The capture is a real first forward: each segment is launched as soon as it is recorded, so breaks see real values and
+    what the block computes is the answer. Afterwards :meth:`replay` runs it again on the memory it was recorded on. What it
+    leaves in graph memory holds until anything else that shares the pool replays: copy it, or give it a pool of its own.
+
+    Args:
+        rows: the bucket: an output of a break with this size along its token dimension is token-shaped, and its rows past
+            the valid ones are zeroed at every replay. None: dimension 0 of every hand-off.
+        pool: a pool of ``device``; by default the one that all captures on it share.
+        stream: the stream to capture on; by default one that all captures share and nobody else has.
+        device: ``"emulator"`` or what ``torch.device`` takes; by default CUDA where there is one.
+        valid_rows: how many rows are real in the forward being captured; by default all.
+        name: what errors call this capture.
+        root: the function being captured, or its :class:`~segue.capture.object_graph.Places`; what segments read is looked for in
+            what it reaches, so that errors can name it and a parameter that is given other memory is noticed.
+        defer_checks: for who copies the results out before anything else replays. The device may run the first segment while the
+            host still looks whether what the others read is where it was; an error leaves nothing but that segment's work.
+    """
+
+    def __init__(
+        self,
+        rows: int | None = None,
+        pool: Pool | None = None,
+        stream: Any = None,
+        device: str | torch.device | Device | None = None,
+        *,
+        valid_rows: int | None = None,
+        name: str | None = None,
+        root: Any = None,
+        defer_checks: bool = False,
+    ) -> None:
+        rows = None if rows is None else row_count(rows, "BreakableCapture: rows")
+        valid_rows = None if valid_rows is None else row_count(valid_rows, "BreakableCapture: valid_rows")
+        if rows is not None and valid_rows is not None and valid_rows > rows:
+            raise UsageError(f"BreakableCapture: valid_rows={valid_rows} is more than its {rows} rows")
+        self.device: Device = pool.device if pool is not None and device is None else devices.resolve(device)
+        self.pool: Pool = pool if pool is not None else self.device.default_pool()
+        self.stream: Any = stream if stream is not None else self.device.default_stream()
+        self.rows, self.valid_rows = rows, valid_rows
+        self.name = name or ("capture" if rows is None else f"capture of {rows} rows")
+        self._status = "new"
+        self._steps: list[Step] = []
+        self._graphs: list[Segment] = []
+        self._put_off: list[Segment] = []  # not launched yet
+        self._root, self._defer_checks = root, defer_checks
+        self._op_watch = OpWatch(self.pool, self.name)
+        self._at_end: list[Callable[[], object]] = []
+        self._recording: Recording | None = None
+        self._program: Program | None = None
+        self._counts: tuple[int, int] | None = None  # graphs and breaks, once it is whole
+        self._error: BaseException | None = None  # the first one of this capture, while it lasts
+        self._failure = ""
+        self._scope = ExitStack()
+        self._retire: Callable[[], object] = lambda: None
+
+    @staticmethod
+    def current() -> BreakableCapture | None:
+        """The capture whose ``with`` this thread is in, or None."""
+        return state.capture
+
+    @property
+    def segments(self) -> list[Callable[[], None]]:
+        """The flat program: zero-argument callables, a graph first and last, and between two graphs a break or a :meth:`cut`."""
+        return [] if self._program is None else self._program.callables
+
+    @property
+    def num_segments(self) -> int:
+        """Graphs and breaks together."""
+        return self.graphs + self.breaks
+
+    @property
+    def graphs(self) -> int:
+        """Segments: one more than there are breaks and cuts."""
+        return self._counts[0] if self._counts else len(self._graphs)
+
+    @property
+    def breaks(self) -> int:
+        """Break points met during the capture."""
+        return self._counts[1] if self._counts else len(self._steps) - len(self._graphs)
+
+    @property
+    def externals(self) -> list[External]:
+        """Tensors outside the pool that segments read or write."""
+        return list(self._op_watch.externals.values())
+
+    def __enter__(self) -> BreakableCapture:
+        if state.capture is not None:
+            raise UsageError(
+                f"{self.name} was begun inside {state.capture.name}: captures can't be nested. Let the outer one record the "
+                "inner forward, or replay the inner graph in a break."
+            )
+        if state.pools:
+            raise UsageError(f"{self.name} was begun in a break of a replay; capture ahead of it, or outside it.")
+        if self._status != "new":
+            raise UsageError(f"{self.name} is {self._status}; a capture records once. Make a new BreakableCapture.")
+        with ExitStack() as scope:
+            scope.enter_context(one_capture)
+            scope.enter_context(still())
+            scope.enter_context(self.pool.turn())
+            scope.enter_context(self.device.session(self.pool, self.stream))
+            scope.callback(_restore_state, (state.capture, state.phase, state.rows, state.valid, state.pools, state.reference))
+            state.capture, state.rows, state.valid, state.pools = self, self.rows, self.valid_rows, (self.pool,)
+            state.reference = False
+            token = object()
+            self.pool.attach(token)
+            self._retire = weakref.finalize(self, self.pool.retire, token, self._graphs)
+            self._status = "recording"
+            try:
+                self._op_watch.begin()
+                self._begin()
+            except BaseException as e:
+                self._abandon()
+                self._fail(e)
+                raise
+            self._scope = scope.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        first = self._error or self._op_watch.error or error
+        try:
+            if first is None:
+                self._end(launch=False)
+                first = self._op_watch.error
+            if first is None:
+                self._program = self._finish()
+                self._launch()
+                for fn in self._at_end:
+                    fn()
+        except BaseException as e:
+            first = e
+        try:
+            with uninterrupted():
+                self._abandon()
+                self._scope.close()
+        except BaseException as e:
+            first = first or e
+        named = None if first is None else self._named(first)
+        if named is not None:
+            named.__cause__, first = first, named
+        if first is None:
+            self._status = "captured"
+            if not self.breaks and self._root is None:
+                log.warning("segue: %s met no break point: all of it replays at the captured shape", self.name)
+            return
+        self._fail(first)
+        self._retire()
+        if first is error:
+            return
+        if error is not None and first.__cause__ is not error:
+            first.add_note(f"{self.name}: after that, {type(error).__name__}: {error}")
+        try:
+            raise first
+        finally:
+            del first, error  # the traceback holds this frame, and the frames of the forward with all their tensors
+
+    def at_end(self, fn: Callable[[], object]) -> None:
+        """Have ``fn()`` called when the whole forward has run, while nothing else can replay in the pool. If it raises, the
+        capture has failed. Inside the ``with`` only."""
+        self._at_end.append(fn)
+
+    def add_eager(self, fn: Callable[[], Any]) -> Any:
+        """End the segment, run ``fn()`` now and at every replay, and go on recording. Returns its (handed-off) result.
+
+        Raises:
+            UsageError: this capture isn't recording a segment.
+        """
+        if state.capture is not self or state.phase != "segment":
+            raise UsageError(f"{self.name}: add_eager() belongs inside its `with`, outside breaks")
+        return self.run_break(BreakSpec(fn, {}, 0, None), (), {}, None)
+
+    def cut(self) -> None:
+        """End the segment and go on in the next, with nothing in between: a long graph starts sooner in parts.
+
+        Raises:
+            UsageError: this capture isn't recording a segment.
+        """
+        if state.capture is not self or state.phase != "segment":
+            raise UsageError(f"{self.name}: cut() belongs inside its `with`, outside breaks")
+        try:
+            self._end(launch=False)
+            self._begin()
+        except BaseException as e:
+            self._error = self._error or e
+            self._abandon()
+            state.phase = None
+            raise
+
+    def run_break(self, spec: BreakSpec, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
+        """End the segment, run a break on real values, and begin the next segment. What the forward goes on with is returned."""
+        where = f"{self.name}, after segment {self.graphs}: break {spec.label} called at {_source_lines.caller()}"
+        try:
+            self._end()
+            state.phase = "break"
+            step = Break(spec, args, kwargs, into, watch=self._op_watch, where=where)
+            result = step.first_run()
+            self._steps.append(step)
+            self._begin()
+        except BaseException as e:
+            if not isinstance(e, SegueError):
+                e.add_note(where)
+            self._error = self._error or e
+            self._abandon()
+            state.phase = None
+            raise
+        return result
+
+    def replay(self, valid_rows: int | None = None) -> None:
+        """Run the captured forward again on the current stream, of whose rows ``valid_rows`` are real (None: all).
+
+        Raises:
+            ReplayError: the capture failed, was closed, or is not complete; or a break's result changed.
+        """
+        if self._program is None or self._status != "captured":
+            raise self._refusal()
+        self._program.run(valid_rows)
+
+    def close(self) -> None:
+        """Forbid replay at once. The memory goes back when no live capture shares the pool. May be called twice."""
+        if self._status == "recording":
+            raise UsageError(f"{self.name}: close() inside its own `with`")
+        if self._status != "failed":
+            self._status = "closed"
+        if self._program is not None:
+            self._program.closed = True
+        self._program = None
+        self._retire()
+        self._steps.clear()
+
+    def _fail(self, error: BaseException) -> None:
+        """Remember what happened as text: the exception itself would keep the forward's tensors alive."""
+        self._status, self._failure = "failed", f"{type(error).__name__}: {error}"
+        self._program = None
+        self._error = self._op_watch.error = None
+        self._counts = self.graphs, self.breaks
+        self._steps.clear()
+        while self._put_off:
+            self._put_off.pop().discard()
+
+    def _refusal(self) -> ReplayError:
+        why = {
+            "new": "has recorded nothing yet",
+            "recording": "is still being recorded",
+            "closed": "was closed",
+            "failed": f"failed: {self._failure}",
+        }[self._status]
+        return ReplayError(f"{self.name} can't be replayed: it {why}.")
+
+    def _finish(self) -> Program:
+        baked = {path: held for s in self._steps if isinstance(s, Break) for path, held in s.bound.context_tensors.items()}
+        self._op_watch.claim()
+        self._counts = self.graphs, self.breaks
+        externals_check = Externals(self.externals, self._root, baked, self._defer_checks and self._op_watch.harmless)
+        return Program(self._steps, externals_check, self.pool, self.rows, self.name)
+
+    def _begin(self) -> None:
+        forget_casts()
+        with uninterrupted():
+            recording = self._recording = self.device.begin(self.pool)
+            self._op_watch.begin_segment(recording, len(self._graphs))
+            self._op_watch.__enter__()  # type: ignore[no-untyped-call]
+            state.phase = "segment"
+
+    def _end(self, launch: bool = True) -> None:
+        """Commit the segment, and launch it with those before it: a break must see what they compute."""
+        recording = self._recording
+        if recording is None:
+            return
+        with uninterrupted():
+            self._leave_watch()
+            segment = recording.commit()
+            self._recording = None
+            self._steps.append(segment)
+            self._graphs.append(segment)
+            self._put_off.append(segment)
+            self._op_watch.settle()
+            if launch:
+                self._launch()
+
+    def _launch(self) -> None:
+        for segment in self._put_off:
+            segment.launch()
+        self._put_off.clear()
+
+    def _abandon(self) -> None:
+        recording = self._recording
+        if recording is not None:
+            with uninterrupted():
+                self._leave_watch()
+                recording.abort()
+                self._recording = None
+
+    def _leave_watch(self) -> None:
+        if self._op_watch.recording is not None:
+            self._op_watch.leave()
+            state.phase = None
+            self._op_watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            forget_casts()
+
+    def _named(self, error: BaseException) -> CaptureError | None:
+        """A better error for one whose own text doesn't say what a capture has to do with it."""
+        if isinstance(error, SegueError):
+            return None
+        if isinstance(error, torch.OutOfMemoryError):
+            usage = self.pool.usage()
+            return GraphMemoryError(
+                f"{self.name}: out of memory while recording segment {self.graphs}, on {self.device.name}: "
+                f"{str(error).rstrip('.')}. The graph pool holds {usage.reserved / 2**20:.0f} MiB. Earlier captures keep "
+                "working; use fewer or smaller buckets, or a memory budget."
+            )
+        kernel = tuned_kernel(error)
+        if kernel is not None:
+            return CaptureError(
+                f"{self.name}: the triton kernel {kernel} had to be tuned while segment {self.graphs} was recorded, and tuning "
+                "runs and times it. Run the forward once at this shape before the capture; a runner's warm-up does."
+            )
+        return None
+
+
+def _restore_state(before: tuple[Any, ...]) -> None:
+    state.capture, state.phase, state.rows, state.valid, state.pools, state.reference = before

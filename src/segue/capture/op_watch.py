@@ -1,0 +1,266 @@
+"""The one dispatch mode of a capture, on every device: it sees each op before it is recorded.
+
+It keeps alive what the graph reads and did not make (CUDA graphs bake addresses and own nothing), notes what is written, and
+refuses what training would need. A dispatch mode works while CUDA records; one that calls itself infrastructure leaves compiled
+code compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from segue import _source_lines, _torch
+from segue.capture.externals import External
+from segue.devices import Pool, Recording
+from segue.errors import CaptureError
+
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Observer = Callable[[Run, Any, tuple[Any, ...], dict[str, Any]], Any]  # calls the first, and returns what that does
+
+
+class _Observing(threading.local):
+    observer: Observer | None = None
+
+
+_observing = _Observing()
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Have ``observer`` called around every op that captures begun in this block, by this thread, record."""
+    before, _observing.observer = _observing.observer, observer
+    try:
+        yield
+    finally:
+        _observing.observer = before
+
+
+_CAST = torch.ops.aten._to_copy.default  # to fill its cache autocast turns grad mode on; whoever uses the copy is seen by itself
+_NO_WRAPPER = Tensor.__torch_dispatch__
+_PLAIN = {int, float, bool, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format}
+_TENSOR, _NUMBERS = {"Tensor", "Optional"}, {"int", "float", "bool", "number", "str", "Device", "Generator", "List", "Optional"}
+_makers: weakref.WeakKeyDictionary[Pool, dict[int, tuple[int, str]]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class _Op:
+    """What there is to know of an op ahead of its calls.
+
+    ``func``: held, so that its id stays its own. ``plain``: types of arguments that neither are nor hold tensors. ``writes``:
+    positions and names. ``restores``: it gives a tensor other memory, which was not made for that.
+    """
+
+    func: Any
+    name: str
+    plain: set[type]
+    writes: tuple[tuple[int, ...], tuple[str, ...]]
+    restores: bool
+
+
+_ops: dict[int, _Op] = {}  # by the id of the function, which is a third of what its hash costs
+
+
+class OpWatch(_torch.WatchingMode):
+    """Observes the ops of all segments of one capture and passes them to the recording under way."""
+
+    def __init__(self, pool: Pool, name: str) -> None:
+        super().__init__()
+        self._name = name
+        # Where pool blocks begin that this capture has written or was seen to allocate, and where views of them do.
+        self._made: set[int] = set()
+        self._outside: set[int] = set()  # addresses of externals
+        self._before: list[tuple[int, int]] = []  # pool blocks that were alive when it began
+        self.externals: dict[int, External] = {}  # by storage
+        self._unsure: dict[int, External] = {}  # of these, the ones that may yet turn out to be the pool's
+        self.recording: Recording | None = None
+        self.segment = 0  # its number
+        self.harmless = True  # the first segment has written no external
+        self.error: BaseException | None = None  # the first refusal, even if the forward swallowed it
+        self.pool = pool
+        self._observer = _observing.observer
+        self._record: Callable[..., Any] = _no_recording
+
+    def begin_segment(self, recording: Recording, number: int) -> None:
+        """Pass what follows to ``recording``."""
+        recording.reenter = self
+        self.recording, self.segment = recording, number
+        self._record = recording.run if self._observer is None else _observed(self._observer, recording)
+
+    def leave(self) -> None:
+        """Pass nothing on any more."""
+        self.recording, self._record = None, _no_recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        # What this does for every op is most of what a recording costs: operands in blocks of its own pass by their address.
+        op, made = _ops.get(id(func)) or _learn(func), self._made
+        plain, kwargs = op.plain, kwargs or {}
+        try:
+            if is_grad_enabled() and func is not _CAST:
+                _refuse_training(op.name, (args, *kwargs.values()))
+            for a in (*args, *kwargs.values()) if kwargs else args:
+                kind = type(a)
+                if kind is Tensor:
+                    try:
+                        if a.data_ptr() in made:
+                            continue
+                    except RuntimeError:  # it has no storage, as a sparse one
+                        pass
+                elif kind in plain:
+                    continue
+                self._see(a, op)
+            if op.writes[0]:
+                self._write(op, args, kwargs)
+            if types and any(t.__torch_dispatch__ is not _NO_WRAPPER for t in types):
+                return NotImplemented  # torch asks the subclass, and its inner ops come here one by one
+            result = self._record(func, args, kwargs)
+            if not op.restores:
+                self._note_made(result)
+            return result
+        except CaptureError as e:
+            self.error = self.error or e
+            raise
+
+    def _see(self, value: Any, op: _Op) -> None:
+        """Hold the tensors in an operand, unless this capture made their memory. By storage: two may lie at one address."""
+        if not isinstance(value, Tensor):
+            if isinstance(value, list | tuple):
+                for v in value:
+                    self._see(v, op)
+            return
+        try:
+            key = _torch.storage_key(value)
+            if key in self.externals or not value.numel():
+                return
+            address = _torch.storage_span(value)[0]
+        except RuntimeError:
+            return  # without storage: a sparse one, or a wrapper, whose inner tensors come next
+        if address in self._made or value.layout is not torch.strided:
+            return
+        if self.pool.owns(value, look=False):
+            self.prove(value, op.name)
+            return
+        external = External(value.detach(), value, op.name, _source_lines.caller(), self.segment)
+        self.externals[key] = self._unsure[key] = external
+        self._outside.add(address)
+
+    def settle(self) -> None:
+        """At a segment's end: of what it met first, some may lie in memory that the pool has taken since it was looked at.
+
+        Raises:
+            CaptureError: another capture left it there.
+        """
+        unsure, self._unsure = self._unsure, {}
+        for key, external in unsure.items():
+            if self.pool.owns(external.tensor):
+                del self.externals[key]
+                self._outside.discard(_torch.storage_span(external.tensor)[0])
+                self.prove(external.tensor, external.op, external.where)
+
+    def begin(self) -> None:
+        """Note what is in the pool already: another capture's outputs, which this one must not read."""
+        self._before = self.pool.blocks()
+
+    def allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the pool for a hand-off, which a break is about to write."""
+        t = self.pool.empty(size, stride, dtype)
+        self._made.add(_torch.storage_span(t)[0])
+        return t
+
+    def claim(self) -> None:
+        """Write this capture's name on the blocks of the pool that outlive it, for the error that another one may need."""
+        makers = _makers.setdefault(self.pool, {})
+        alive = {address: size for address, size in self.pool.blocks()}
+        before = {address for address, _ in self._before}
+        for address in [a for a in makers if a not in alive]:
+            del makers[address]
+        makers.update({a: (size, self._name) for a, size in alive.items() if a not in before})
+
+    def _note_made(self, result: Any) -> None:
+        if isinstance(result, Tensor):
+            try:
+                address = result.data_ptr()
+            except RuntimeError:
+                return  # it has no storage, as a sparse one
+            if address and address not in self._made:
+                start = address - int(result.storage_offset()) * result.itemsize
+                if start not in self._outside:
+                    self._made.update((start, address))
+        elif isinstance(result, list | tuple):
+            for r in result:
+                self._note_made(r)
+
+    def prove(self, t: Tensor, user: Any, where: str = "") -> None:
+        """See that this capture made ``t``'s memory: what another one left in the pool is overwritten without notice.
+
+        Compiled code allocates without being seen, so a block that is alive now and wasn't at the beginning is this
+        capture's too.
+        """
+        address = _torch.storage_span(t)[0]
+        if address in self._made:
+            return
+        if not _inside(address, self._before) and _inside(address, self.pool.blocks()):
+            self._made.add(address)
+            return
+        maker = next((f"{name} made it" for a, (n, name) in _makers.get(self.pool, {}).items() if a <= address < a + n), None)
+        at = where or _source_lines.caller()
+        raise CaptureError(
+            f"{self._name}: {user} at {at} uses a tensor {tuple(t.shape)} in graph memory that this capture did "
+            f"not write ({maker or 'whoever made it has let go of it'}). Another replay overwrites it at any time: clone it "
+            "outside graphs, or give the captures pools of their own."
+        )
+
+    def _write(self, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for t in _tensors(_torch.written(op.writes, args, kwargs)):
+            if t.layout is torch.strided:
+                external = self.externals.get(_torch.storage_key(t))
+                if external is not None:
+                    external.written = True
+                    self.harmless = self.harmless and self.segment > 0
+
+
+def _no_recording(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise AssertionError("no segment is being recorded")
+
+
+def _observed(observer: Observer, recording: Recording) -> Callable[..., Any]:
+    return functools.partial(observer, recording.run)
+
+
+def _learn(func: Any) -> _Op:
+    schema = getattr(func, "_schema", None)  # a higher-order op has none
+    types = [set(re.findall(r"\w+", str(a.type))) for a in schema.arguments] if schema is not None else [{"Any"}]
+    plain = _PLAIN | {list, tuple} if all(t <= _TENSOR or t <= _NUMBERS for t in types) else _PLAIN
+    restores = schema is not None and schema.name.rpartition("::")[2] in _torch.RE_STORING
+    op = _ops[id(func)] = _Op(func, str(func), plain, _torch.written_arguments(func), restores)
+    return op
+
+
+def _refuse_training(op: str, operands: tuple[Any, ...]) -> None:
+    if any(t.requires_grad for t in _tensors(operands)):
+        raise CaptureError(
+            f"{op} at {_source_lines.caller()} has an operand that requires grad while grad mode is on; a graph records no "
+            "autograd. Capture and replay under torch.inference_mode()."
+        )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for v in value:
+            yield from _tensors(v)
+
+
+def _inside(address: int, blocks: list[tuple[int, int]]) -> bool:
+    return any(start <= address < start + size for start, size in blocks)

@@ -1,0 +1,78 @@
+"""What this thread is doing: capturing, replaying, or running the reference. One object, so that a break costs no look-ups."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from segue.capture.allocations import Allocations
+
+if TYPE_CHECKING:
+    from segue.capture.capture import BreakableCapture
+    from segue.devices import Pool
+
+Phase = Literal["segment", "break"]
+
+
+class _ThreadState(threading.local):
+    capture: BreakableCapture | None = None  # the capture whose `with` this thread is in
+    phase: Phase | None = None  # of that capture
+    inside_break: bool = False  # a break is running: at capture, at a replay, or in the reference
+    reference: bool = False  # breaks trim and clear, without a capture
+    rows: int | None = None  # the bucket
+    valid: int | None = None  # of these, real ones
+    pools: tuple[Pool, ...] = ()  # being captured into or replayed from, the innermost last
+    made: Allocations | None = None  # in the reference: what its forward has made
+    asked_rows: bool = False  # the break that is running has asked for its valid rows
+    ctx: Any = None
+
+
+state = _ThreadState()
+
+
+@contextmanager
+def active_forward(ctx: Any) -> Iterator[Any]:
+    """Make ``ctx`` the live context that breaks read with :func:`current_forward_ctx`, for this thread and block."""
+    before, state.ctx = state.ctx, ctx
+    try:
+        yield ctx
+    finally:
+        state.ctx = before
+
+
+def current_forward_ctx() -> Any:
+    """The context of the innermost :func:`active_forward` of this thread, or None."""
+    return state.ctx
+
+
+def current_valid_rows() -> int | None:
+    """In a break: how many rows are real, the rest being padding. None in a plain call, and where no row count is known."""
+    if not state.inside_break:
+        return None
+    state.asked_rows = True
+    return state.rows if state.valid is None else state.valid
+
+
+def is_breakable_capture_active() -> bool:
+    """Whether this thread is recording a segment right now. False inside a break."""
+    return state.phase == "segment"
+
+
+def capture_phase() -> Phase | None:
+    """``"segment"`` while recording one, ``"break"`` while a break runs at capture, None outside a capture."""
+    return state.phase
+
+
+@contextmanager
+def reference_frame(rows: int | None, valid_rows: int | None) -> Iterator[None]:
+    """Run breaks as plain calls that trim and clear as a replay does: what a replay of a bucket of ``rows`` must equal."""
+    before = (state.reference, state.rows, state.valid, state.inside_break, state.made)
+    made = Allocations()
+    state.reference, state.rows, state.valid, state.inside_break, state.made = True, rows, valid_rows, False, made
+    try:
+        with made:
+            yield
+    finally:
+        state.reference, state.rows, state.valid, state.inside_break, state.made = before

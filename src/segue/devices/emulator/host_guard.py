@@ -1,0 +1,169 @@
+"""Host reads and host factories, which never reach the dispatcher on CPU tensors: a function mode sees them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from segue import _torch
+from segue.devices.emulator import op_rules
+from segue.errors import CaptureError
+
+Rule = Callable[["HostGuard", Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class HostGuard(TorchFunctionMode):
+    """Refuses, while ``on``, what CUDA would read from the host or copy from there.
+
+    ``refuse`` is told of each refusal. ``literals``: storages that, on CUDA, would be CPU scalars.
+    """
+
+    def __init__(self, refuse: Callable[[CaptureError], CaptureError], literals: Container[int]) -> None:
+        super().__init__()
+        self.on = True
+        self.literals = literals
+        self._refuse = refuse
+
+    def enter(self) -> None:
+        """Begin, below the user's modes: those may be left before the segment ends, or after it."""
+        _torch.put_function_mode_below(self)
+
+    def leave(self) -> None:
+        """End, wherever in the stack this is by now."""
+        self.on = False
+        _torch.take_function_modes_out(lambda mode: mode is self)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """On again in a Python kernel, which runs while this mode's own handler waits for it."""
+        if _torch.function_mode_is_on(self):
+            yield
+            return
+        _torch.push_function_mode(self)
+        try:
+            yield
+        finally:
+            _torch.take_function_modes_out(lambda mode: mode is self)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rule = _RULES.get(func)
+        if rule is None or not self.on:
+            return func(*args, **kwargs)
+        try:
+            return rule(self, func, args, kwargs)
+        except CaptureError as e:
+            self._refuse(e)
+            raise
+
+
+def sweep() -> None:
+    """Take out guards of finished segments.
+
+    Torch puts a mode back when its handler returns, even if the segment ended in between (a break in a Python kernel).
+    """
+    _torch.take_function_modes_out(lambda mode: isinstance(mode, HostGuard) and not mode.on)
+
+
+def eager_compiled() -> AbstractContextManager[Any]:
+    """Run compiled functions as the Python they were made of.
+
+    Without dynamo there are none, and it takes too long to import it for nothing.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def _read(guard: HostGuard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise op_rules.refusal(f"Tensor.{func.__name__}()", op_rules.HOST_READ)
+
+
+def _to(guard: HostGuard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = (*args[1:2], *(kwargs[k] for k in ("device", "other") if k in kwargs))
+    # Another tensor's .device is a torch.device: only the written word means the host.
+    if "cpu" in (a for a in target if isinstance(a, str)):
+        raise op_rules.refusal('Tensor.to("cpu")', op_rules.HOST_READ)
+    moves = any(isinstance(a, torch.device | Tensor) for a in target)
+    if moves and _torch.storage_key(args[0]) in guard.literals:
+        raise op_rules.refusal("Tensor.to(...)", op_rules.HOST_SCALAR)
+    return func(*args, **kwargs)
+
+
+def _factory(guard: HostGuard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    made = func(*args, **kwargs)
+    if _on_host(args, kwargs) and (made.dim() or func.__name__ in _RANDOM):
+        raise op_rules.refusal(f"torch.{func.__name__}(...)", op_rules.host_factory(f"torch.{func.__name__}"))
+    return made
+
+
+def _literal(guard: HostGuard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    place = kwargs.get("device")
+    on_device = isinstance(place, torch.device) or (place is None and _torch.default_device_is_set())
+    if on_device and isinstance(args[0] if args else kwargs.get("data", kwargs.get("obj")), _NUMBER):
+        raise op_rules.refusal(f"torch.{func.__name__}(...)", op_rules.HOST_SCALAR)
+    return func(*args, **kwargs)
+
+
+def _new_tensor(guard: HostGuard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if isinstance(args[1] if len(args) > 1 else kwargs.get("data"), _NUMBER):
+        raise op_rules.refusal("Tensor.new_tensor()", op_rules.HOST_SCALAR)
+    return func(*args, **kwargs)
+
+
+def _deepcopy(guard: HostGuard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # CUDA copies the storage by an op that a graph holds, the host behind the dispatcher's back.
+    t, memo = args
+    if type(t) is not Tensor:
+        raise op_rules.refusal("copy.deepcopy()", "the emulator doesn't see it. Use clone().")
+    copied = memo[id(t)] = t.clone()
+    return copied
+
+
+def _one_hot(guard: HostGuard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    x = args[0] if args else kwargs.get("input", kwargs.get("tensor"))
+    if not isinstance(classes, int) or classes <= 0 or x is None or x.dtype is not torch.int64:
+        return func(*args, **kwargs)
+    # The CPU kernel reads values on the host to check them, CUDA's doesn't.
+    return x.new_zeros((*x.shape, classes)).scatter_(-1, x.unsqueeze(-1), 1)
+
+
+def _on_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if kwargs.get("device") is not None or kwargs.get("out") is not None or _torch.default_device_is_set():
+        return False
+    return not any(isinstance(a, Tensor) for a in (*args, *kwargs.values()))
+
+
+_NUMBER = (bool, int, float, complex)
+_READS = (
+    *("item", "tolist", "numpy", "cpu", "is_nonzero", "apply_", "map_", "map2_", "__array__", "__bool__", "__int__"),
+    *("__float__", "__complex__", "__index__", "__repr__", "__format__", "__contains__", "__dlpack__", "__reduce_ex__"),
+)
+_RANDOM = ("rand", "randn", "randint", "randperm", "normal")
+_FACTORIES = (
+    *_RANDOM,
+    *("zeros", "ones", "empty", "full", "arange", "range", "linspace", "logspace", "eye", "tril_indices"),
+    *("triu_indices", "empty_strided", "empty_permuted", "hann_window", "hamming_window", "bartlett_window"),
+    *("blackman_window", "kaiser_window"),
+)
+_LITERALS = ("tensor", "as_tensor", "asarray")
+
+
+def _rules() -> dict[Any, Rule]:
+    found: dict[Any, Rule] = {getattr(Tensor, n): _read for n in _READS}
+    found.update({getattr(torch, n): _factory for n in _FACTORIES})
+    found.update({getattr(torch, n): _literal for n in _LITERALS})
+    found.update({torch.fft.fftfreq: _factory, torch.fft.rfftfreq: _factory, torch.nn.functional.one_hot: _one_hot})
+    found.update({Tensor.to: _to, Tensor.new_tensor: _new_tensor, Tensor.__deepcopy__: _deepcopy})
+    return found
+
+
+_RULES = _rules()

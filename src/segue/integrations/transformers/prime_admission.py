@@ -1,0 +1,51 @@
+"""Fresh prompts of an accelerated model: which forwards a prime graph may serve, and the strategy that serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue.integrations.transformers import names
+from segue.integrations.transformers.attention import Forward
+from segue.integrations.transformers.prime_trunk import ModelTrunk, not_causal
+from segue.prime.prime_strategy import PrimeStrategy
+
+
+def strategy(model: Any, decoder: Any, forward: Callable[..., Any], rows: int) -> PrimeStrategy:
+    """Prime for the decoder of ``model``, whose own forward is ``forward``, in buckets of up to ``rows`` rows.
+
+    Raises:
+        UsageError: the model has no prime graphs.
+    """
+    return PrimeStrategy(ModelTrunk(model, decoder=decoder, forward=forward), _prompts, most_rows=rows)
+
+
+def is_fresh(ctx: Forward, positions: Tensor | None, decoder: Any) -> bool:
+    """Whether a forward is one whole prompt for an empty cache of growing layers, at its usual positions.
+
+    A cache of a subclass may do something of its own in ``update()``, which a copy-out doesn't call. And without causal
+    attention padded rows would reach real ones.
+
+    ``positions``: [1, n] as the caller gave them. Looking at them waits for the device, which has nothing to do yet.
+    """
+    cache = ctx.cache
+    if ctx.batch != 1 or type(cache) is not names.cache_type() or ctx.implementation.name != "sdpa":
+        return False
+    if not_causal(decoder) is not None:
+        return False
+    if cache.get_seq_length() or {*map(type, cache.layers)} - {names.growing_layers()[0]}:
+        return False
+    # Without a mask of the caller's, full attention at the usual positions has none but the causal one.
+    if ctx.masked and {*map(type, ctx.masks)} - {type(None)}:
+        return False
+    return positions is None or torch.equal(positions[0], torch.arange(ctx.length, device=positions.device))
+
+
+def _prompts(ctx: Any) -> list[tuple[int, Any]] | None:
+    # A cache that has been filled since is caught by its length, one that has been emptied only loses a graph.
+    if not isinstance(ctx, Forward) or not ctx.fresh or ctx.cache.get_seq_length():
+        return None
+    return [(ctx.length, ctx.cache)]

@@ -1,0 +1,258 @@
+"""A decoder-only transformers model as the trunk of a prime graph. Sessions are the caches that the model makes itself."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue import _torch
+from segue.errors import InputError, UsageError
+from segue.integrations.transformers import checks, names
+from segue.integrations.transformers.attention_name import AttentionName
+from segue.prime import Rows, cut_here
+
+_TOGETHER = 8  # keys and values of so many layers are kept in one fused copy: each copy alone takes the device 2 us
+NAME = "segue_prime"  # the attention implementation, while a trunk's forward runs
+_OWN = ("sdpa", "eager")
+
+
+class _Running:
+    """What attention needs of the forward that is running. ``kv``: keys and values of each layer [2 * layers, Hkv, rows, D]."""
+
+    def __init__(self, kv: Tensor, attention: Callable[..., Any], mask: Tensor | None) -> None:
+        self.attention, self.mask, self._kv = attention, mask, kv
+        self._to: list[Tensor] = []
+        self._kept: list[Tensor] = []
+
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Have keys and values [1, Hkv, N, D] in the cache, by the end of the forward."""
+        for at, t in ((2 * layer, key), (2 * layer + 1, value)):
+            self._to.append(self._kv[at, :, : t.shape[2]])
+            self._kept.append(t[0])
+        if len(self._to) >= 2 * _TOGETHER:
+            self.flush()
+
+    def flush(self) -> None:
+        """Do the copies that are due."""
+        if self._to:
+            _torch.foreach_copy(self._to, self._kept)
+        self._to, self._kept = [], []
+
+
+class _Now(threading.local):
+    running: _Running | None = None
+
+
+_now = _Now()
+
+
+class ModelTrunk:
+    """A trunk for the families that :func:`segue.accelerate` serves, with full attention in every layer.
+
+    A session is a fresh ``DynamicCache``. After a run its keys and values of all layers lie in one block [2 * layers, Hkv,
+    n, D], filled by one copy, which goes when the cache has grown.
+
+    Args:
+        model: a ``PreTrainedModel`` with a language-model head, in eval mode, on one device.
+        decoder: its decoder, where ``model`` is accelerated already; ``forward`` is the decoder's own then.
+
+    Raises:
+        UsageError: the model can't be served; says which and why.
+    """
+
+    min_tokens = 1
+
+    def __init__(self, model: Any, *, decoder: Any = None, forward: Callable[..., Any] | None = None) -> None:
+        from transformers import AttentionInterface
+
+        self.model = model
+        self._decoder = checks.decoder_of(model) if decoder is None else decoder
+        self._forward: Callable[..., Any] = self._decoder.forward if forward is None else forward
+        self._config = self._decoder.config
+        self._implementation = AttentionName((m.config for m in self._decoder.modules() if hasattr(m, "config")), NAME)
+        self._device = checks.device_of(self._decoder)
+        self._attention = self._decoder.layers[0].self_attn
+        self._shape = 2 * len(self._decoder.layers), self._config.num_key_value_heads, self._attention.head_dim
+        self._cache_name = names.cache_name(self._forward)
+        self._blocks: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+        self._check_layers()
+        self._check_causal()
+        if model.get_output_embeddings() is None:
+            raise UsageError(f"{type(model).__name__} has no language-model head, and a prime graph ends in logits")
+        AttentionInterface.register(NAME, _attend)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Ids [n] to [n, D]."""
+        return self._decoder.get_input_embeddings()(tokens)  # type: ignore[no-any-return]
+
+    def new_cache(self, rows: int, requests: int = 1) -> Any:
+        """A cache with room for ``rows`` tokens: a scratch cache. The prompts of all requests lie in one row of tokens."""
+        cache = names.new_cache(self._config)
+        # One token after the other, as the projections give them, for then they can be kept in fused copies.
+        self._blocks[cache] = self._block(rows, tokens_first=True).zero_()
+        self._attach(cache, self._blocks[cache])
+        return cache
+
+    def part(self, cache: Any, rows: int) -> Any:
+        """The first ``rows`` rows of a scratch cache, as one."""
+        part = names.new_cache(self._config)
+        self._blocks[part] = self._blocks[cache].narrow(2, 0, rows)
+        self._attach(part, self._blocks[part])
+        return part
+
+    def new_session(self, rows: int) -> Any:
+        """A fresh session; it grows, so ``rows`` doesn't matter."""
+        return names.new_cache(self._config)
+
+    def reset(self, cache: Any) -> None:
+        """Nothing: the forward reads no row that it hasn't written."""
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
+        """[rows, D] to [rows, D] by the decoder's own forward, keys and values into ``cache``.
+
+        Raises:
+            UsageError: attention is not causal, and padded rows would reach real ones.
+        """
+        self._check_causal()
+        rows = torch.arange(x.shape[0], device=x.device)
+        if cu_seqlens.shape[0] == 2:
+            positions, request = rows, None
+        else:
+            request = (rows[:, None] >= cu_seqlens[1:]).sum(1)
+            positions = rows - cu_seqlens[request]
+        with self._running(self._blocks[cache], rows, request, x.dtype):
+            out = self._forward(
+                inputs_embeds=x[None],
+                position_ids=positions[None],
+                attention_mask=None,
+                use_cache=False,
+                return_dict=True,
+            )
+        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def head(self, last: Tensor) -> Tensor:
+        """[requests, D] to [requests, V]."""
+        return self.model.get_output_embeddings()(last)  # type: ignore[no-any-return]
+
+    def state(self, cache: Any) -> Mapping[str, Rows]:
+        """Keys and values of all layers, one row a token along dimension 2."""
+        return {"keys and values": Rows(self._blocks[cache], dim=2)}
+
+    def reserve(self, session: Any, n: int) -> None:
+        """Memory for ``n`` tokens, kept beside the session until :meth:`set_length`.
+
+        Raises:
+            InputError: the session is no cache of this model. UsageError: attention is not causal any more.
+        """
+        self._check_causal()
+        strange = next(iter({*map(type, session.layers)} - {names.growing_layers()[0]}), None)
+        if strange is not None or len(session.layers) not in (0, len(self._decoder.layers)):
+            what = f"{len(session.layers)} layers" if strange is None else f"layers of type {strange.__name__}"
+            raise InputError(
+                f"a session with {what} is of another model: {type(self.model).__name__} has {len(self._decoder.layers)} "
+                "layers of full attention. Give a fresh DynamicCache(config=model.config)"
+            )
+        self._blocks[session] = self._block(n)
+
+    def get_length(self, session: Any) -> int:
+        """Tokens in the cache."""
+        return session.get_seq_length()  # type: ignore[no-any-return]
+
+    def set_length(self, session: Any, n: int) -> None:
+        """Give the session the ``n`` tokens that were copied into its reserved memory."""
+        self._attach(session, self._blocks.pop(session))
+
+    def step(self, token: Tensor, session: Any) -> Tensor:
+        """One token [1] to logits [1, V] by the model itself, extending the session."""
+        out = self._forward(input_ids=token[None], use_cache=True, return_dict=True, **{self._cache_name: session})
+        return self.head(out.last_hidden_state[:, -1])
+
+    def _block(self, rows: int, tokens_first: bool = False) -> Tensor:
+        count, heads, size = self._shape
+        dtype = self._decoder.get_input_embeddings().weight.dtype
+        shape = (count, rows, heads, size) if tokens_first else (count, heads, rows, size)
+        block = torch.empty(shape, dtype=dtype, device=self._device)
+        return block.transpose(1, 2) if tokens_first else block
+
+    def _attach(self, cache: Any, block: Tensor) -> None:
+        # As in an eager cache these are no views to autograd, each has a version of its own; and views take longer.
+        parts = block.unsafe_split_with_sizes([1] * len(block))
+        layers, dtype, device = cache.layers, block.dtype, block.device
+        while 2 * len(layers) < len(parts):
+            layers.append(names.growing_layers()[0]())
+        for layer, keys, values in zip(layers, parts[::2], parts[1::2], strict=True):
+            layer.keys, layer.values, layer.dtype, layer.device, layer.is_initialized = keys, values, dtype, device, True
+
+    @contextmanager
+    def _running(self, kv: Tensor, rows: Tensor, request: Tensor | None, dtype: torch.dtype) -> Iterator[None]:
+        """Attention goes to :func:`_attend` and finds the cache, while the decoder's forward runs."""
+        own = self._implementation.name
+        if own not in _OWN:
+            raise UsageError(
+                f"{type(self.model).__name__} computes attention by {own!r}, which a prime graph can't give packed or "
+                f"causal rows without reading the host. Use one of {_OWN}: model.set_attn_implementation('sdpa')"
+            )
+        mask = None
+        if request is not None or own == "eager":
+            mask = rows[:, None] >= rows
+            mask = mask if request is None else mask & (request[:, None] == request)
+            if own == "eager":
+                least = torch.finfo(dtype).min
+                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, least)
+            mask = mask[None, None]
+        before = _now.running
+        try:
+            with self._implementation.segue():
+                _now.running = running = _Running(kv, names.attention_function(self._attention, own), mask)
+                yield
+                running.flush()
+        finally:
+            _now.running = before
+
+    def _check_causal(self) -> None:
+        where = not_causal(self._decoder)
+        if where is not None:
+            raise UsageError(
+                f"{type(self.model).__name__}: {where} is False, and a prime graph relies on causal attention to keep its "
+                'padded rows from the real ones. Use strategy="breakable"'
+            )
+
+    def _check_layers(self) -> None:
+        growing = names.growing_layers()[0]
+        strange = next((layer for layer in names.new_cache(self._config).layers if type(layer) is not growing), None)
+        if strange is not None:
+            raise UsageError(
+                f"{type(self.model).__name__} has layers whose cache is a {type(strange).__name__}: it forgets tokens, and a "
+                'prime graph fills caches that keep them all. Use strategy="breakable"'
+            )
+
+
+def not_causal(decoder: Any) -> str | None:
+    """What says that attention isn't causal; None where all of it is."""
+    if not getattr(decoder.config, "is_causal", True):
+        return "config.is_causal"
+    # The device waits for this before each fresh prompt, so it goes past the modules' own look-up, which is slow.
+    for layer in decoder.layers._modules.values():
+        attention = layer._modules["self_attn"]
+        if not getattr(attention, "is_causal", True):
+            return f"layers.{attention.layer_idx}.self_attn.is_causal"
+    return None
+
+
+def _attend(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """What ``AttentionInterface`` calls: keep keys and values [1, Hkv, N, D], then the model's own attention."""
+    running = _now.running
+    assert running is not None
+    layer: Any = module.layer_idx
+    if layer:
+        cut_here()
+    running.keep(layer, key, value)
+    return running.attention(module, query, key, value, running.mask, **options)[0], None

@@ -1,0 +1,243 @@
+"""Warming up and recording one bucket: what happens before a call can be replayed."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue.capture import active_forward, reference_frame
+from segue.capture.isolation import one_capture
+from segue.capture.thread_state import state
+from segue.devices import Device, Pool
+from segue.errors import CaptureError
+from segue.runner.attributes import reached
+from segue.runner.calls import Binder, Call
+from segue.runner.captured_bucket import Plan
+from segue.runner.fixed_shapes import FixedShapes
+from segue.runner.ladder import Ladder
+from segue.runner.outputs import Layout, Lease, Outputs, Signature
+from segue.runner.staging import Buffer, Stage
+from segue.runner.stats import Counters
+from segue.runner.strategy import Finish, Job, Strategy
+
+_warming = threading.local()
+
+
+class Recorder:
+    """Makes plans: owns the input buffers and knows the pool and stream that all buckets share. Used under ``lock``."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        binder: Binder,
+        outputs: Outputs,
+        counters: Counters,
+        device: Device,
+        pool: Pool,
+        stream: Any,
+        ladder: Ladder,
+        request_ladder: Ladder | None,
+    ) -> None:
+        self.fn, self.binder, self.outputs, self.counters = fn, binder, outputs, counters
+        self._most = ladder.max, 0 if request_ladder is None else request_ladder.max
+        self.device, self.pool = device, pool
+        self.stream = stream if stream is not None else device.default_stream()
+        self.buffers: list[Buffer | None] = [None] * len(binder.leaves)
+        self.lock = threading.RLock()  # one call at a time fills the buffers; taken before the pool's turn
+
+    def stage(self, call: Call, tokens: int, requests: int | None) -> Stage:
+        """The buffers of the inputs that ``call`` gives, made where they are new, seen at a bucket's shape."""
+        shown = dict(call.specs)
+        chosen: list[Buffer | None] = []
+        for i, (leaf, t) in enumerate(zip(self.binder.leaves, call.tensors, strict=True)):
+            if t is None:
+                chosen.append(None)
+                continue
+            buffer = self.buffers[i]
+            if buffer is None:
+                spec = leaf.spec or shown[leaf]
+                most = self._most[0] if leaf.token else self._most[1] if leaf.request else 0
+                buffer = Buffer(leaf, spec, most + leaf.extra, self.device.torch_device)
+                if leaf.spec is not None:
+                    self.buffers[i] = buffer
+            chosen.append(buffer)
+        return Stage(chosen, tokens, -1 if requests is None else requests)
+
+    def reference(self, call: Call, stage: Stage, ctx: Any, strategy: Strategy | None = None) -> Layout:
+        """The function at the bucket's shape on fresh padded inputs, breaks as plain calls with the same trimming and
+        clearing; or what the strategy says that its replays equal.
+        """
+        own = getattr(strategy, "reference", None)
+        padded = stage.padded(call.tensors, call.tokens, call.requests)  # before the frame: the forward doesn't make its inputs
+        with (
+            torch.inference_mode(),
+            active_forward(ctx if ctx is not None else state.ctx),
+            reference_frame(rows=stage.tokens, valid_rows=call.tokens),
+        ):
+            versions = [0 if t is None else t._version for t in padded]
+            constants = self._constants(call, stage, padded) if own is None else None
+            with constants or nullcontext():
+                raw = self.binder.invoke(call, padded, ctx) if own is None else own(self._named(padded), call.tokens)
+            assert state.made is not None
+            stage.updates_of(padded, versions, state.made.wrote, call)
+        return self.outputs.layout(raw, call.key, stage.tokens, stage.requests, constants or ())
+
+    def warm(self, call: Call, stage: Stage, ctx: Any, strategy: Strategy | None = None) -> Layout:
+        """The reference on the capture stream, so that what libraries keep for a stream exists before the capture."""
+        with _on_capture_stream(self.device, self.pool, self.stream):
+            return self.reference(call, stage, ctx, strategy)
+
+    def record(
+        self, call: Call, stage: Stage, ctx: Any, strategy: Strategy, warmed: Signature, lease: bool, job: Job
+    ) -> tuple[Plan, Any]:
+        """Capture the bucket on ``call``'s values and return the plan with the answer.
+
+        Raises:
+            CaptureError: what the forward does can't be in a graph, or there was no memory for it.
+        """
+        answer: list[Any] = []
+        kept: list[Layout] = []
+        as_caller = torch.is_inference_mode_enabled()
+
+        def arrived(raw: Any) -> Finish:
+            layout = self.outputs.layout(raw, call.key, stage.tokens, stage.requests)
+            layout.check_same(warmed)
+            kept[:] = [layout]  # of a strategy that tries twice, the last
+
+            def finish() -> None:
+                with torch.inference_mode(as_caller):
+                    answer.append(layout.give(call.tokens, call.requests))
+                layout.weaken(self.pool)
+
+            return finish
+
+        job.arrived = arrived
+        job.forward = lambda: self.binder.invoke(call, stage.static, ctx)
+        before, start = self.device.driver_bytes(), time.perf_counter()
+        stage.fill(call.tensors, call.tokens, call.requests, call.foreign)
+        program = strategy.capture(job)
+        self.counters.seconds += time.perf_counter() - start
+        self.counters.captured += 1
+        stage.wrote(program.writes)
+        stage.updates(call)
+        plan = Plan(stage, program, kept[0], self.pool, self.lock, self.counters, strategy.name, lease)
+        plan.driver_bytes = max(0, self.device.driver_bytes() - before)
+        return plan, Lease(answer[0], None) if lease else answer[0]
+
+    def job(self, call: Call, stage: Stage, ctx: Any) -> Job:
+        """The order to capture ``call``'s bucket."""
+        also = "" if stage.requests < 0 else f", {stage.requests} requests"
+        return Job(
+            forward=lambda: None,
+            arrived=lambda raw: lambda: None,
+            tokens=stage.tokens,
+            requests=stage.requests,
+            valid=call.tokens,
+            ctx=ctx if ctx is not None else state.ctx,
+            pool=self.pool,
+            stream=self.stream,
+            root=self.fn,
+            name=f"bucket {stage.tokens}{also}",
+            inputs=self._named(stage.static),
+        )
+
+    def _constants(self, call: Call, stage: Stage, padded: Sequence[Tensor | None]) -> FixedShapes | None:
+        """For a forward whose outputs' sizes decide: what has a fixed shape, inputs and whatever the function reaches."""
+        if not self.outputs.undecided(call.key, stage.tokens, stage.requests):
+            return None
+        fixed = [t for leaf, t in zip(self.binder.leaves, padded, strict=True) if t is not None and leaf.declared.dim is None]
+        return FixedShapes([*fixed, *(t for _, t in reached(self.fn) if isinstance(t, Tensor))])
+
+    def _named(self, tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        return {leaf.name: t for leaf, t in zip(self.binder.leaves, tensors, strict=True) if t is not None}
+
+    def owns(self, t: Tensor) -> bool:
+        """Whether ``t`` is memory of the pool or of an input buffer."""
+        address = t.untyped_storage().data_ptr()
+        return self.pool.owns(t) or any(b is not None and b.flat.data_ptr() == address for b in self.buffers)
+
+
+def may_capture() -> bool:
+    """Whether this thread is outside any warm-up, capture and replay: inside one, a lazy bucket runs its reference once
+    more.
+    """
+    return not state.pools and state.capture is None and not getattr(_warming, "on", False)
+
+
+def collect_garbage() -> None:
+    """Old graphs in reference cycles go now, not while another is being recorded."""
+    gc.collect()
+
+
+def example_rows(call: Call, binder: Binder, valid: int) -> Call:
+    """``call`` with ``valid`` tokens: its rows cut, or repeated, so that the values are realistic."""
+    tensors: list[Tensor | None] = []
+    specs = dict(call.specs)
+    for leaf, t in zip(binder.leaves, call.tensors, strict=True):
+        dim = None if t is None else (leaf.spec or specs[leaf]).dim
+        if t is None or dim is None:
+            tensors.append(t)
+        else:
+            tensors.append(_repeated(t, dim, valid + leaf.extra, leaf.declared.pad) if leaf.token else t)
+    new = Call(call.values, call.ctx, tensors, call.key, valid, call.requests, call.foreign)
+    new.specs = call.specs
+    return new
+
+
+def synthetic(binder: Binder) -> tuple[Sequence[Any], list[Tensor | None]]:
+    """Values and tensors for a capture without an example: one padded row of each declared input; optional ones absent.
+
+    Raises:
+        CaptureError: an input whose shape or dtype is not known.
+    """
+    unknown = [leaf.name for leaf in binder.leaves if leaf.spec is None and not leaf.optional]
+    if unknown:
+        raise CaptureError(
+            f"capture() without an example needs shape= and dtype= of every input; {', '.join(map(repr, unknown))} "
+            "lacks one. "
+            "Give them in segue.Input, or pass an example call of any length"
+        )
+    tensors: list[Tensor | None] = []
+    for leaf in binder.leaves:
+        if leaf.optional or leaf.spec is None:
+            tensors.append(None)
+            continue
+        pad = leaf.declared.pad
+        value = 0 if pad is None or isinstance(pad, str) else pad
+        with torch.inference_mode(False):
+            tensors.append(
+                torch.full(leaf.spec.sizes(1 + leaf.extra), value, dtype=leaf.spec.dtype, device=binder.device)
+            )
+    return binder.defaults(), tensors
+
+
+def _repeated(t: Tensor, dim: int, rows: int, pad: Any) -> Tensor:
+    have = t.shape[dim]
+    if have >= rows:
+        return t.narrow(dim, 0, rows)
+    if not have:
+        sizes = list(t.shape)
+        sizes[dim] = rows
+        return t.new_full(sizes, 0 if isinstance(pad, str) or pad is None else pad)
+    return t.index_select(dim, torch.arange(rows, device=t.device) % have)
+
+
+@contextmanager
+def _on_capture_stream(device: Device, pool: Pool, stream: Any) -> Iterator[None]:
+    if not may_capture():
+        yield
+        return
+    with one_capture:  # another thread may be recording on the very stream
+        _warming.on = True
+        try:
+            with device.session(pool, stream):
+                yield
+        finally:
+            _warming.on = False

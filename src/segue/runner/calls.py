@@ -1,0 +1,391 @@
+"""A call's arguments, put in the order of the function's parameters and checked against the declared inputs."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue import _source_lines
+from segue.capture.nested import around, parts_of
+from segue.errors import InputError, UsageError
+from segue.runner.inputs import Declared, Leaf, Spec, leaves
+
+Key = tuple[Any, ...]  # which optional inputs are there, and the plain flags: a variant, with graphs of its own
+PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
+_MISSING: Any = inspect.Parameter.empty
+_RESERVED = ("decision",)
+_MOST_LOOKS = 1024
+_look = attrgetter("shape", "dtype", "layout", "device")  # with ``requires_grad``, all of a tensor that decides whether it fits
+Looks = tuple[Any, ...]
+
+
+class Call:
+    """One call, bound: values by parameter, tensors by declared input (None where absent), and its counts."""
+
+    __slots__ = ("ctx", "foreign", "key", "requests", "specs", "tensors", "tokens", "updates", "values")
+
+    def __init__(
+        self,
+        values: Sequence[Any],
+        ctx: Any,
+        tensors: list[Tensor | None],
+        key: Key,
+        tokens: int,
+        requests: int,
+        foreign: bool,
+    ) -> None:
+        self.values, self.ctx, self.tensors, self.key = values, ctx, tensors, key
+        self.tokens, self.requests, self.foreign = tokens, requests, foreign
+        self.specs: Sequence[tuple[Leaf, Spec]] = ()  # shown by this call, and kept once it has succeeded
+        self.updates: Sequence[tuple[Any, Tensor]] = ()  # its tensors that the forward wrote, with what they hold then
+
+    def write_back(self) -> None:
+        """Give the caller's tensors what the forward wrote to its inputs, as an eager call would."""
+        if self.updates:
+            with torch.inference_mode():
+                for mine, new in self.updates:
+                    mine.copy_(new)
+            self.updates = ()
+
+
+class Binder:
+    """Everything about a signature that can be known before a call."""
+
+    def __init__(self, fn: Callable[..., Any], inputs: Declared) -> None:
+        self.label = _source_lines.of(_code_of(fn))
+        if not isinstance(inputs, Mapping):
+            raise UsageError(f"inputs={inputs!r} must be a mapping from names of arguments to segue.Input")
+        self._fn = fn
+        parameters = _parameters(fn, self.label)
+        self._open = any(p.kind is p.VAR_KEYWORD for p in parameters)  # then the last value is a dict of further flags
+        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        self.names = [p.name for p in named] + (
+            [n for n in inputs if n not in {p.name for p in named}] if self._open else []
+        )
+        for name in _RESERVED:
+            if name in self.names:
+                raise UsageError(f"{self.label} has a parameter {name!r}, which is the runner's own; rename it")
+        if "ctx" in inputs:
+            raise UsageError("inputs declares 'ctx': the live context is read by breaks, and has no buffer")
+        self.ctx_slot = self.names.index("ctx") if "ctx" in self.names else -1
+        self._positional = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in named)
+        self._unnamed = sum(p.kind is p.POSITIONAL_ONLY for p in named)
+        defaults = {p.name: p.default for p in named}
+        if self.ctx_slot >= 0:
+            defaults["ctx"] = None
+        self._defaults = [defaults.get(name, _MISSING) for name in self.names]
+        self.leaves = leaves(inputs, self.names, self.label)
+        for leaf in self.leaves:
+            if leaf.optional and self._defaults[leaf.slot] is _MISSING:
+                self._defaults[leaf.slot] = None
+        self._rest = list(zip(self.names, self._defaults, strict=True))
+        self._all = len(self.names) if self._positional == len(self.names) and not self._open else -1
+        self._flags = [i for i, name in enumerate(self.names) if name not in inputs and i != self.ctx_slot]
+        self._nested = {i: inputs[name] for i, name in enumerate(self.names) if _is_nested(inputs.get(name))}
+        self._optional = [i for i, leaf in enumerate(self.leaves) if leaf.optional]
+        self._plain_key = not (self._flags or self._nested or self._optional or self.ctx_slot >= 0 or self._open)
+        self._pick: Callable[[Any], Sequence[Any]] = self._reach
+        if not self._nested and len(self.leaves) > 1:
+            self._pick = itemgetter(*[leaf.slot for leaf in self.leaves])
+        self._look = _look_if_there if self._optional else _look
+        self._accepted: dict[Looks, tuple[int, int, bool]] = {}  # what calls looked like, and their counts
+        self.device: torch.device | None = None
+
+    def place(self, device: torch.device) -> None:
+        """Fix the device of all buffers."""
+        self.device = device
+        for leaf in self.leaves:
+            leaf.settle(device)
+
+    def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any) -> tuple[Sequence[Any], Any]:
+        """The values in the order of the parameters, and the context.
+
+        Raises:
+            InputError: too many, unknown, repeated or missing arguments.
+        """
+        given = len(args)
+        if given == self._all and not kwargs:
+            return args, args[self.ctx_slot] if self.ctx_slot >= 0 and ctx is None else ctx
+        if given > self._positional:
+            raise InputError(f"{self.label} takes {self._positional} positional arguments; the call gives {given}")
+        values = list(args)
+        missing = ""
+        for name, default in self._rest[given:]:
+            value = kwargs.pop(name, default)
+            if value is _MISSING:
+                missing = missing or name
+            values.append(value)
+        if 0 <= self.ctx_slot < given and ctx is None:
+            ctx = values[self.ctx_slot]
+        twice = next((name for name in kwargs if name in self.names[:given]), None)
+        if kwargs and (twice or not self._open):
+            name = twice or next(iter(kwargs))
+            raise InputError(
+                f"{self.label} got argument {name!r} twice"
+                if twice
+                else f"{self.label} has no argument {name!r}; it has {', '.join(self.names)}"
+            )
+        if missing:
+            raise InputError(f"argument {missing!r} of {self.label} is missing")
+        if self._open:
+            values.append(kwargs)
+        return values, ctx
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any) -> Call:
+        """Bind and check one call.
+
+        Raises:
+            InputError: an argument is missing, extra, or not what its input is declared as.
+        """
+        values: Sequence[Any] = args
+        if kwargs or len(args) != self._all or self.ctx_slot >= 0:
+            values, ctx = self.arrange(args, kwargs, ctx)
+        tensors = list(self._pick(values))
+        counts = looks = None
+        if not torch.is_grad_enabled() or not any([getattr(t, "requires_grad", False) for t in tensors]):
+            try:
+                looks = tuple(map(self._look, tensors))
+                counts = self._accepted.get(looks)
+            except (AttributeError, TypeError):  # something else than a tensor: refused below
+                looks = None
+        specs: Sequence[tuple[Leaf, Spec]] = ()
+        if counts is None:
+            counts, specs = self._check(tensors)
+            if looks is not None and not specs:  # what a call shows first may yet be forgotten, if it fails
+                if len(self._accepted) >= _MOST_LOOKS:
+                    self._accepted.clear()
+                self._accepted[looks] = counts
+        key = () if self._plain_key else self._key(values, tensors, ctx)
+        call = Call(values, ctx, tensors, key, *counts)
+        if specs:
+            call.specs = specs
+        return call
+
+    def _check(self, tensors: Sequence[Any]) -> tuple[tuple[int, int, bool], Sequence[tuple[Leaf, Spec]]]:
+        """Check the values of all declared inputs: token and request counts, whether some are on the CPU where the runner
+        isn't, and what they show of inputs that no call has shown yet.
+        """
+        device, grad = self.device, torch.is_grad_enabled()
+        shown: list[tuple[Leaf, Spec]] = []
+        tokens = requests = -1
+        foreign = False
+        for leaf, t in zip(self.leaves, tensors, strict=True):
+            if t is None:
+                if not leaf.optional:
+                    raise InputError(f"input {leaf.name!r} is None; only an input declared optional=True may be")
+                continue
+            spec = leaf.spec
+            if spec is None:
+                spec = self._learn(leaf, t)
+                shown.append((leaf, spec))
+            try:
+                shape, dim = t.shape, spec.dim
+                if dim is None:
+                    fits = shape == spec.head
+                else:
+                    fits = (
+                        len(shape) == spec.rank
+                        and shape[dim + 1 :] == spec.tail
+                        and (dim == 0 or shape[:dim] == spec.head)
+                    )
+                fits = fits and t.dtype is spec.dtype and t.layout is torch.strided and not (grad and t.requires_grad)
+                home = t.device == device
+            except AttributeError:
+                fits = home = False
+            if not fits or not (home or t.device.type == "cpu"):
+                raise leaf.refuse(t, spec, self.device)  # type: ignore[arg-type]
+            foreign = foreign or not home
+            if leaf.token:
+                count = shape[dim] - leaf.extra
+                if count != tokens:
+                    tokens = count if tokens < 0 <= count else self._disagree(leaf, tensors, "token", count, tokens)
+            elif leaf.request:
+                count = shape[dim] - leaf.extra
+                if count != requests:
+                    requests = (
+                        count if requests < 0 <= count else self._disagree(leaf, tensors, "request", count, requests)
+                    )
+        if tokens < 0:
+            raise InputError(f"{self.label}: no token-shaped input was given, so the call has no token count")
+        return (tokens, requests, foreign), shown
+
+    def defaults(self) -> Sequence[Any]:
+        """Values for all parameters without an example: their defaults, None for inputs.
+
+        Raises:
+            InputError: a plain parameter has none.
+        """
+        declared = {leaf.slot for leaf in self.leaves}
+        values = [None if i in declared else default for i, default in enumerate(self._defaults)]
+        for name, value in zip(self.names, values, strict=True):
+            if value is _MISSING:
+                raise InputError(
+                    f"argument {name!r} of {self.label} is missing: it has no default, so give an example call"
+                )
+        return values
+
+    def placed(self, named: dict[str, Any], tensors: Sequence[Tensor | None]) -> dict[str, Any]:
+        """``named`` with tensors in the places of the declared inputs: what ``read`` takes as keywords."""
+        for slot, name in enumerate(self.names):
+            parts = iter([t for leaf, t in zip(self.leaves, tensors, strict=True) if leaf.slot == slot])
+            if slot in self._nested:
+                named[name] = _built(self._nested[slot], parts)
+            elif name in named and any(leaf.slot == slot for leaf in self.leaves):
+                named[name] = next(parts)
+        named.pop("ctx", None)
+        return named
+
+    def keep(self, call: Call) -> None:
+        """Hold later calls to what this one, which succeeded, has shown of its inputs."""
+        for leaf, spec in call.specs:
+            leaf.spec = leaf.spec or spec
+        call.specs = ()
+
+    def invoke(self, call: Call, tensors: Sequence[Tensor | None], ctx: Any) -> Any:
+        """Call the function with ``tensors`` in the places of the declared inputs."""
+        values = list(call.values)
+        if self.ctx_slot >= 0:
+            values[self.ctx_slot] = ctx
+        by_slot: dict[int, list[Tensor | None]] = {}
+        for leaf, t in zip(self.leaves, tensors, strict=True):
+            by_slot.setdefault(leaf.slot, []).append(t)
+        for slot, parts in by_slot.items():
+            declared = self._nested.get(slot)
+            values[slot] = parts[0] if declared is None else _refill(values[slot], declared, iter(parts))
+        further = values.pop() if self._open else {}
+        named = {n: v for n, v in zip(self.names[self._unnamed :], values[self._unnamed :], strict=True)}
+        named.update(further)
+        return self._fn(*values[: self._unnamed], **named)
+
+    def _reach(self, values: Sequence[Any]) -> list[Any]:
+        """The values of the declared inputs, wherever they are in a structure."""
+        return [values[leaf.slot] if leaf.get is None else leaf.get(values[leaf.slot]) for leaf in self.leaves]
+
+    def _learn(self, leaf: Leaf, t: Any) -> Spec:
+        assert self.device is not None
+        if not isinstance(t, Tensor) or t.layout is not torch.strided:
+            raise leaf.refuse(t, None, self.device)
+        return leaf.learn(t, self.device)
+
+    def _disagree(self, leaf: Leaf, tensors: Sequence[Any], what: str, count: int, before: int) -> int:
+        if count < 0:
+            raise InputError(
+                f"input {leaf.name!r} has {count + leaf.extra} rows, fewer than its {leaf.extra} extra ones"
+            )
+        first = next(
+            i
+            for i, t in zip(self.leaves, tensors, strict=True)
+            if (i.token if what == "token" else i.request) and t is not None
+        )
+        raise InputError(
+            f"input {first.name!r} has {before} {what}s and input {leaf.name!r} has {count}; they must agree"
+        )
+
+    def _key(self, values: Sequence[Any], tensors: list[Tensor | None], ctx: Any) -> Key:
+        key: list[Any] = [tensors[i] is not None for i in self._optional]
+        if self.ctx_slot >= 0:
+            key.append(ctx is None)  # a None that was captured as an argument is never replaced
+        for i in self._flags:
+            key.append(self._flag(values[i], self.names[i], self._defaults[i]))
+        for i, declared in self._nested.items():
+            key.append(_shell(values[i], declared, self.names[i]))
+        if self._open:
+            key.append(tuple((name, self._flag(value, name, _MISSING)) for name, value in sorted(values[-1].items())))
+        return tuple(key)
+
+    def _flag(self, value: Any, name: str, default: Any) -> Any:
+        cls = value.__class__
+        if value is None or cls is bool or cls is int or cls is str:
+            return cls, value
+        if value is default and not isinstance(value, PLAIN):
+            return "default"
+        return _plain(value, name)
+
+
+def _plain(value: Any, name: str) -> Any:
+    """What stands for a flag in the key. The type is part of it, since ``1 == True``."""
+    if isinstance(value, Tensor):
+        raise InputError(
+            f"argument {name!r} is a tensor that inputs doesn't declare; it would be frozen at its captured value"
+        )
+    if isinstance(value, float | complex):
+        return type(value), repr(value)  # 0.0 == -0.0, and NaN equals nothing
+    if value is None or isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, tuple):
+        return tuple(_plain(v, name) for v in value)
+    raise InputError(
+        f"argument {name!r} is a {type(value).__qualname__}: neither a declared input nor a plain flag. Hand it to the "
+        "breaks in "
+        "the live context (ctx=), or declare the tensors in it"
+    )
+
+
+def _shell(value: Any, declared: Any, name: str) -> Any:
+    """What a structured argument holds beside its declared tensors."""
+    parts = None if value is None else parts_of(value)
+    if parts is None:
+        if value is not None:
+            raise InputError(
+                f"argument {name!r} is a {type(value).__qualname__}; its inputs are declared as a structure, so it "
+                "must be a "
+                "mapping, dataclass, tuple or list"
+            )
+        return None
+    keys = dict(declared) if isinstance(declared, Mapping) else dict(enumerate(declared))
+    shell: list[Any] = [type(value)]
+    for key, child in parts:
+        inner = keys.get(key)
+        if inner is None:
+            shell.append((key, _plain(child, f"{name}.{key}")))
+        elif _is_nested(inner):
+            shell.append((key, _shell(child, inner, f"{name}.{key}")))
+    return tuple(shell)
+
+
+def _refill(value: Any, declared: Any, tensors: Any) -> Any:
+    """``value`` with its declared tensors replaced, in the order of the declaration."""
+    if not _is_nested(declared):
+        return next(tensors)
+    keys = list(declared) if isinstance(declared, Mapping) else list(range(len(declared)))
+    new = {key: _refill(_child(value, key), declared[key], tensors) for key in keys}
+    if value is None:
+        return None
+    parts = parts_of(value) or []
+    return around(value, [key for key, _ in parts])([new.get(key, child) for key, child in parts])
+
+
+def _built(declared: Any, tensors: Any) -> Any:
+    """Plain containers in the shape of a declaration."""
+    if isinstance(declared, Mapping):
+        return {key: _built(child, tensors) for key, child in declared.items()}
+    return [_built(child, tensors) for child in declared] if isinstance(declared, list | tuple) else next(tensors)
+
+
+def _child(value: Any, key: Any) -> Any:
+    return None if value is None else dict(parts_of(value) or ()).get(key)
+
+
+def _look_if_there(t: Any) -> Looks | None:
+    return None if t is None else _look(t)
+
+
+def _is_nested(declared: Any) -> bool:
+    return isinstance(declared, Mapping | list | tuple)
+
+
+def _code_of(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return fn.forward if isinstance(fn, torch.nn.Module) else fn
+
+
+def _parameters(fn: Callable[..., Any], label: str) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(_code_of(fn)).parameters.values())
+    except (TypeError, ValueError) as e:
+        raise UsageError(f"{label} has no signature to bind calls by ({e}); wrap it in a function") from None

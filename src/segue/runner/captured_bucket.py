@@ -1,0 +1,83 @@
+"""One captured bucket of one variant: everything a replay needs, made at capture."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from segue import _torch
+from segue.capture import active_forward
+from segue.capture.thread_state import state
+from segue.devices import Pool
+from segue.errors import UsageError
+from segue.runner.calls import Call
+from segue.runner.outputs import Layout, Lease
+from segue.runner.staging import Stage
+from segue.runner.stats import Counters
+from segue.runner.strategy import Program
+
+_in_inference = torch.is_inference_mode_enabled
+
+
+class Plan:
+    """Replays a bucket: stage the inputs, run the program, hand out the outputs."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        program: Program,
+        layout: Layout,
+        pool: Pool,
+        lock: AbstractContextManager[Any],
+        counters: Counters,
+        strategy: str,
+        lease: bool,
+    ) -> None:
+        self.stage, self.program, self.layout, self.strategy = stage, program, layout, strategy
+        self._pool, self._lock, self._lease = pool, lock, lease
+        self._turn, self._fill, self._replay = pool.turn, stage.fill, program.replay
+        self._count = counters.replays_of(strategy, stage.tokens)
+        self._writes = bool(stage.written)
+        self._breaks = program.breaks > 0  # one may write into the buffers
+        self.closed = False
+        self.driver_bytes = 0  # what the driver took while this was captured
+
+    def run(self, call: Call) -> Any:
+        """The forward's answer for ``call``, from the graphs.
+
+        Raises:
+            ReplayError: a tensor that the graphs read was re-pointed (then nothing has run that outlives the call), or a
+                break's result changed. UsageError: this is a break of a forward of the same pool.
+        """
+        if self._pool in state.pools:  # the program would refuse too, but by then the outer forward's inputs are gone
+            raise UsageError(
+                f"bucket {self.stage.tokens} was replayed inside a forward of the same pool, whose memory it would overwrite. "
+                "Give one of the two a pool of its own."
+            )
+        tokens, requests, count = call.tokens, call.requests, self._count
+        with self._lock, self._turn():
+            self._fill(call.tensors, tokens, requests, call.foreign)
+            guard = None if _in_inference() else _torch.inference_guard(True)
+            try:
+                if call.ctx is None:
+                    self._replay(tokens)
+                else:
+                    with active_forward(call.ctx):
+                        self._replay(tokens)
+                if self._writes or (self._breaks and self.stage.moved()):
+                    self.stage.updates(call)
+                    call.write_back()
+            finally:
+                del guard  # what is given out below is of the caller's mode
+            count.calls += 1
+            count.tokens += tokens
+            if self._lease:
+                return Lease(self.layout.lend(tokens, requests), self._pool, self)
+            return self.layout.give(tokens, requests)
+
+    def close(self) -> None:
+        """Forbid replays, and end the leases of its outputs."""
+        self.closed = True
+        self.program.close()

@@ -1,0 +1,234 @@
+"""The explicit capture: the whole ladder from one example, within the memory budget, leaving no trace."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from segue import _torch
+from segue.errors import UsageError
+from segue.runner.attributes import plain_values
+from segue.runner.bucket_recorder import collect_garbage, example_rows, synthetic
+from segue.runner.buckets import Buckets, CaptureFailed
+from segue.runner.calls import Call
+from segue.runner.captured_bucket import Plan
+from segue.runner.memory import Cost, mib
+from segue.runner.progress import CaptureSummary, Progress
+from segue.runner.write_log import WriteLog
+
+if TYPE_CHECKING:
+    from segue.runner.runner import GraphRunner
+
+log = logging.getLogger("segue")
+Rung = tuple[int, int | None]  # tokens, requests
+
+
+def capture_ladder(
+    runner: GraphRunner, buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any
+) -> CaptureSummary:
+    """Capture every bucket that has no graph yet for the example's variant."""
+    if runner.off:
+        log.info("SEGUE=off: nothing is captured, every call runs eager")
+        return CaptureSummary((), 0, 0, 0.0, Cost(0, 0))
+    return _Session(runner, buckets, args, kwargs, ctx).run()
+
+
+class _Session:
+    def __init__(
+        self, runner: GraphRunner, buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any
+    ) -> None:
+        self.runner, self.buckets, self.recorder, self.ctx = runner, buckets, buckets.recorder, ctx
+        self.call = self._example(args, kwargs, ctx)
+        self.left_out: dict[int, Cost | str] = {}
+        if self.call.ctx is not None:
+            self.ctx = self.call.ctx
+        rungs = _rungs(list(runner.ladder), None if runner.request_ladder is None else list(runner.request_ladder))
+        if runner.request_ladder is not None:
+            held = [r for r in rungs if r[0] >= self.call.tokens and (r[1] or 0) >= self.call.requests]
+            self._say_too_small(rungs, held)
+            rungs = held
+        self.rungs = [r for r in rungs if self._plan(r) is None and r[0] not in runner.admission.left_out]
+        self.done: list[Rung] = []
+
+    def run(self) -> CaptureSummary:
+        start = time.perf_counter()
+        before = self._attributes()
+        collect_garbage()
+        progress = Progress(len(self.rungs), self.runner.progress)
+        with progress.showing(), _generators_kept(self.recorder.device.torch_device):
+            if self.runner.budget is None:
+                self._capture(self.rungs, progress)
+            else:
+                self._capture_within_budget(progress)
+        after = self._attributes()
+        changed = {k: (v, after[k]) for k, v in before.items() if k in after and after[k] != v}
+        if changed:
+            log.warning(
+                "segue: capturing changed Python attributes, which are not put back: %s",
+                ", ".join(f"{k} ({a!r} to {b!r})" for k, (a, b) in changed.items()),
+            )
+        programs = [p.program for r in self.done if (p := self._plan(r)) is not None]
+        summary = CaptureSummary(
+            buckets=tuple(dict.fromkeys(r[0] for r in self.done)),
+            segments=sum(p.graphs for p in programs),
+            breaks=sum(p.breaks for p in programs),
+            seconds=time.perf_counter() - start,
+            cost=self.buckets.cost(),
+            left_out=self.left_out,
+            changed=changed,
+        )
+        progress.close(summary)
+        return summary
+
+    def _capture(self, rungs: Sequence[Rung], progress: Progress) -> None:
+        for rung in rungs:
+            progress.bucket(rung[0], _torch.free_bytes(self.recorder.device.torch_device))
+            self._one(*rung)
+            progress.done()
+
+    def _one(self, tokens: int, requests: int | None) -> None:
+        """Warm up and capture one bucket, then put back what either wrote."""
+        runner = self.runner
+        all_real = runner.capture_ctx is not None or self.ctx is None
+        if runner.request_ladder is not None:
+            call = self.call
+        else:
+            call = example_rows(self.call, self.recorder.binder, tokens if all_real else min(self.call.tokens, tokens))
+        writes = WriteLog(self.recorder.owns, runner.state)
+        try:
+            with writes:
+                self.buckets.warm(call, tokens, requests, self._context(tokens))
+            self.call.specs = ()
+            with writes:
+                self.buckets.record(call, tokens, requests, self._context(tokens), runner.strategies[-1])
+        except CaptureFailed:
+            return
+        finally:
+            writes.put_back()
+        self.done.append((tokens, requests))
+
+    def _capture_within_budget(self, progress: Progress) -> None:
+        """Predict from two small buckets, then capture what fits, largest first.
+
+        Where a bucket takes more than predicted, everything is dropped, so that the pool's memory really goes, and the
+        others are captured anew.
+        """
+        order, base = self._probed(sorted(self.rungs), progress), self.buckets.cost()
+        while order:
+            rest = [r for r in reversed(order) if r not in self.done]
+            over = self._first_over(rest, progress)
+            if over is None:
+                return
+            cost = self.buckets.cost()
+            dropped = (
+                rest[:1] if over == 0 else rest[over:]
+            )  # the largest is too much for the pool, or all for the driver
+            order = [r for r in order if r not in dropped]
+            self._leave_out(dropped, cost)
+            self._give_up(*self.done)
+            if self.buckets.cost().pool > base.pool:
+                log.warning("segue: the pool is shared and keeps %s; nothing more is captured", self.buckets.cost())
+                return
+
+    def _probed(self, order: list[Rung], progress: Progress) -> list[Rung]:
+        """The buckets predicted to fit, from the smallest and the middle one, which are captured.
+
+        Raises:
+            UsageError: not even the smallest fits.
+        """
+        budget = self.runner.budget
+        assert budget is not None
+        for rung in dict.fromkeys((order[0], order[len(order) // 2])) if order else ():
+            self._capture([rung], progress)
+            cost = self.buckets.cost()
+            if cost.total > budget.limit:
+                self._give_up(*self.done)
+                if rung == order[0]:
+                    raise UsageError(
+                        f"memory_budget={mib(budget.limit)} is too small for one bucket: the smallest, {rung[0]}, "
+                        f"takes {cost}. Raise the budget, or share a pool"
+                    )
+                self._leave_out([r for r in order if r >= rung], cost)
+                return [r for r in order if r < rung]
+            budget.observe(rung[0], cost)
+        now, graphs = self.buckets.cost(), len(self.buckets.plans)
+        fitting, left_out = budget.split(sorted({r[0] for r in order}), now, graphs)
+        for bucket, cost in left_out.items():
+            self._leave_out([(bucket, None)], cost)
+        return [r for r in order if r[0] in fitting]
+
+    def _first_over(self, rungs: Sequence[Rung], progress: Progress) -> int | None:
+        """Capture until the budget is exceeded, and say by which of ``rungs``."""
+        assert self.runner.budget is not None
+        for i, rung in enumerate(rungs):
+            self._capture([rung], progress)
+            if self.buckets.cost().total > self.runner.budget.limit:
+                return i
+        return None
+
+    def _give_up(self, *rungs: Rung) -> None:
+        self.buckets.drop([(self.call.key, *r) for r in rungs if self._plan(r) is not None])
+        self.done = [r for r in self.done if r not in rungs]
+
+    def _leave_out(self, rungs: Sequence[Rung], cost: Cost) -> None:
+        for bucket in dict.fromkeys(r[0] for r in rungs):
+            self.left_out[bucket] = cost
+            self.runner.over_budget(bucket, cost)
+
+    def _say_too_small(self, rungs: Sequence[Rung], held: Sequence[Rung]) -> None:
+        """A request-shaped example can't be cut or repeated: rows and requests belong together."""
+        example = f"{self.call.tokens} tokens and {self.call.requests} requests"
+        captured = {r[0] for r in held}
+        for bucket in dict.fromkeys(r[0] for r in rungs if r[0] not in captured):
+            self.left_out[bucket] = f"too small for the example of {example}"
+        if len(held) < len(rungs):
+            log.warning(
+                "segue: %s of %s pairs of a token and a request bucket are too small for the example of %s, and are not "
+                "captured now%s. Capture a small example too, or let calls capture them",
+                len(rungs) - len(held),
+                len(rungs),
+                example,
+                f", among them all of buckets {', '.join(map(str, self.left_out))}" if self.left_out else "",
+            )
+
+    def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any) -> Call:
+        binder = self.recorder.binder
+        if args or kwargs:
+            return binder.read(args, kwargs, ctx)
+        values, tensors = synthetic(binder)
+        named = dict(zip(binder.names, values, strict=True))
+        return binder.read((), binder.placed(named, tensors), ctx)
+
+    def _plan(self, rung: Rung) -> Plan | None:
+        return self.buckets.plans.get((self.call.key, *rung))
+
+    def _context(self, tokens: int) -> Any:
+        return self.ctx if self.runner.capture_ctx is None else self.runner.capture_ctx(tokens)
+
+    def _attributes(self) -> dict[str, Any]:
+        found = plain_values(self.runner.fn)
+        return found if self.ctx is None else {**found, **plain_values(self.ctx, "ctx")}
+
+
+def _rungs(tokens: list[int], requests: list[int] | None) -> list[Rung]:
+    """All buckets, largest first; with a request axis pairs, with no more requests than the tokens could be of."""
+    if requests is None:
+        return [(b, None) for b in reversed(tokens)]
+    pairs: list[Rung] = []
+    for b in reversed(tokens):
+        enough = next((i for i, r in enumerate(requests) if r >= b), len(requests) - 1)
+        pairs += [(b, r) for r in reversed(requests[: enough + 1])]
+    return pairs
+
+
+@contextmanager
+def _generators_kept(device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng(
+        [device] if device.type != "cpu" else [], device_type=device.type if device.type != "cpu" else "cuda"
+    ):
+        yield

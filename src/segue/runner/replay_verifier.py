@@ -1,0 +1,62 @@
+"""A reference run beside a replay, now and then."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue.errors import ReplayError, UsageError
+from segue.runner.bucket_recorder import Recorder
+from segue.runner.calls import Call
+from segue.runner.captured_bucket import Plan
+from segue.runner.strategy import Strategy
+from segue.runner.write_log import WriteLog
+
+
+class ReplayVerifier:
+    """Runs the reference before every so many replays and compares the replay with it, bit for bit.
+
+    The reference runs on a deep copy of the context, and what it wrote elsewhere is put back. A break that changes
+    other Python state sees two calls.
+    """
+
+    def __init__(self, every: int, state: Sequence[Tensor]) -> None:
+        self._every, self._count, self._state = every, 0, state
+
+    def run(self, call: Call, plan: Plan, recorder: Recorder, strategy: Strategy) -> Any:
+        """The replay's answer.
+
+        Raises:
+            ReplayError: it differs from the reference. UsageError: the context can't be copied.
+        """
+        self._count += 1
+        if self._count % self._every:
+            return plan.run(call)
+        try:
+            ctx = copy.deepcopy(call.ctx)
+        except Exception as e:
+            raise UsageError(
+                f"verify_every: the context can't be copied for the shadow run ({type(e).__name__}: {e}). "
+                "Give it a __deepcopy__, or leave verify_every out"
+            ) from e
+        writes = WriteLog(recorder.owns, self._state)
+        try:
+            with writes:
+                expected = recorder.reference(call, plan.stage, ctx, strategy)
+                with torch.inference_mode():
+                    kept = expected.kept()
+        finally:
+            writes.put_back()
+        with recorder.lock, recorder.pool.turn():
+            answer = plan.run(call)
+            difference = plan.layout.difference(kept, call.tokens, call.requests)
+        if difference:
+            raise ReplayError(
+                f"verify_every: bucket {plan.stage.tokens} with {call.tokens} tokens: the replay isn't what the "
+                f"reference gives: {difference}. Something was frozen at capture, or reads padded rows"
+            )
+        return answer

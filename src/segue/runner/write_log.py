@@ -1,0 +1,87 @@
+"""What a warm-up or capture writes outside its own memory, kept so that it can be put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue import _source_lines, _torch
+from segue.capture import is_breakable_capture_active
+from segue.errors import UsageError
+
+LIMIT = 1 << 30  # bytes
+
+
+class WriteLog(_torch.WatchingMode):
+    """Watches the ops of this thread and copies the storage of every external tensor before its first write.
+
+    A tensor made by a watched op is internal. Ops of a segment being recorded pass: nothing executes there, and the
+    warm-up has written the same tensors. Memory is known by its address, since an alias may be a storage of its own.
+
+    Args:
+        internal: whether a tensor is the capture's or runner's own memory.
+        state: tensors to put back in any case; they don't count against the limit.
+        limit: bytes to copy at most.
+    """
+
+    def __init__(self, internal: Callable[[Tensor], bool], state: Iterable[Tensor] = (), limit: int = LIMIT) -> None:
+        super().__init__()
+        self._internal, self._limit, self._bytes = internal, limit, 0
+        self._saved: dict[int, tuple[Any, Tensor]] = {}
+        self._made: set[int] = set()
+        for t in state:
+            self._save(t)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not is_breakable_capture_active():
+            for value in _torch.written(_torch.written_arguments(func), args, kwargs):
+                for t in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(t, Tensor) and _torch.address(t):
+                        self._before_write(t, func)
+        result = func(*args, **kwargs)
+        for t in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(t, Tensor) and _torch.address(t):
+                self._note(t, (*args, *kwargs.values()))
+        return result
+
+    def put_back(self) -> None:
+        """Restore every storage that was written."""
+        with torch.inference_mode(False), torch.no_grad():
+            for storage, saved in self._saved.values():
+                _bytes_of(storage, saved.device).copy_(saved)
+
+    def _before_write(self, t: Tensor, func: Any) -> None:
+        address, nbytes = _torch.storage_span(t)
+        if not nbytes or address in self._saved or address in self._made or self._internal(t):
+            return
+        if self._bytes + nbytes > self._limit:
+            raise UsageError(
+                f"{func} at {_source_lines.caller()} writes a tensor of {nbytes} bytes that capture() would have to copy in "
+                f"order to put it back, beyond {self._limit} bytes in all. Name it in GraphRunner(state=[...]), or "
+                "capture lazily, where every call is a real one"
+            )
+        self._bytes += nbytes
+        self._save(t)
+
+    def _save(self, t: Tensor) -> None:
+        storage = t.untyped_storage()
+        with torch.inference_mode(False), torch.no_grad():
+            self._saved[storage.data_ptr()] = storage, _bytes_of(storage, t.device).clone()
+
+    def _note(self, t: Tensor, operands: tuple[Any, ...]) -> None:
+        address = _torch.address(t)
+        if address in self._made or address in self._saved:
+            return
+        for value in operands:
+            for a in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(a, Tensor) and _torch.address(a) == address:
+                    return
+        self._made.add(address)
+
+
+def _bytes_of(storage: Any, device: torch.device) -> Tensor:
+    return _torch.tensor_at(storage.data_ptr(), storage.nbytes(), torch.uint8, (storage.nbytes(),), (1,), 0, device)

@@ -1,0 +1,175 @@
+"""What is done to a model's modules after its capture is noticed: refused by name, or run untouched and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import segue
+from segue.devices import Device
+from segue.integrations.transformers import accelerate, names
+
+Make = Callable[..., Any]
+
+
+def _doubled(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+def _halved(module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    return (args[0] / 2,)
+
+
+def _patch(mlp: Any) -> None:
+    own = mlp.forward
+    mlp.forward = lambda x: own(x) * 2
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "hook": (lambda mlp: mlp.register_forward_hook(_doubled), "a forward hook on layers.1.mlp: _doubled"),
+    "hook before": (lambda mlp: mlp.up_proj.register_forward_pre_hook(_halved), "layers.1.mlp.up_proj: _halved"),
+    "forward": (_patch, "another forward on layers.1.mlp: recapture() takes it in"),
+    "module": (lambda mlp: setattr(mlp, "act_fn", nn.ReLU().eval()), "another module at layers.1.mlp.act_fn: recapture()"),
+}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "breakable"])
+@pytest.mark.parametrize("what", list(CHANGES))
+def test_a_change_after_capture_counts_at_once_and_is_counted(
+    what: str, strategy: str, make: Make, graphed: Make, ids: Make
+) -> None:
+    model, prompt = make(), ids(1, 6)
+    handle = graphed(model, strategy=strategy)
+    change, reason = CHANGES[what]
+    with torch.inference_mode():
+        before = [model(prompt).logits for _ in range(4)][-1]
+        change(model.model.layers[1].mlp)
+        got = model(prompt).logits
+        with handle.untouched():
+            want = model(prompt).logits
+    assert torch.equal(got, want) and not torch.allclose(got, before)
+    ((found, count),) = handle.stats.reasons.items()
+    assert reason in found and count == 1 and reason in handle.report()
+
+
+@pytest.mark.parametrize("what", ["forward", "module"])
+def test_recapture_takes_the_change_in(what: str, make: Make, graphed: Make, ids: Make) -> None:
+    model, prompt = make(), ids(1, 6)
+    handle = graphed(model)
+    with torch.inference_mode():
+        for _ in range(4):
+            model(prompt)
+        CHANGES[what][0](model.model.layers[1].mlp)
+        handle.recapture()
+        replayed = handle.stats.replayed
+        for _ in range(4):
+            got = model(prompt).logits
+            with handle.untouched():
+                torch.testing.assert_close(got, model(prompt).logits, rtol=1e-5, atol=1e-5)
+    assert handle.stats.eager == 0 and handle.stats.replayed == replayed + 2
+
+
+def test_a_hook_that_is_gone_again_leaves_the_graphs_in_use(make: Make, graphed: Make, ids: Make) -> None:
+    model, prompt = make(), ids(1, 6)
+    handle = graphed(model)
+    with torch.inference_mode():
+        for _ in range(3):
+            model(prompt)
+        for hook in (
+            model.model.norm.register_forward_hook(_doubled),
+            nn.modules.module.register_module_forward_hook(lambda *_: None),
+        ):
+            model(prompt)
+            with pytest.raises(segue.SegueError, match=r"nothing is captured, as no graph would run a forward hook"):
+                handle.capture()
+            hook.remove()
+        model.model.layers[0].note = "an attribute like any other"
+        model(prompt)
+        model(prompt, output_hidden_states=True)  # transformers registers its recorders now
+        model(prompt)
+    assert handle.stats.replayed == 3 and handle.stats.eager == 3
+
+
+def test_hooks_of_the_decoder_and_its_embedding_run_live(make: Make, graphed: Make, ids: Make) -> None:
+    model, prompt, seen = make(), ids(1, 6), []
+    model.model.embed_tokens.register_forward_hook(lambda *_: seen.append("embedding"))
+    handle = graphed(model)
+    model.model.register_forward_hook(lambda *_: seen.append("decoder"))
+    seen.clear()
+    with torch.inference_mode():
+        for _ in range(4):
+            model(prompt)
+    assert seen == ["embedding", "decoder"] * 4 and handle.stats.eager == 0
+
+
+@pytest.mark.parametrize("where", ["layers.0", "layers.1.self_attn"])
+def test_a_part_in_training_mode_is_refused_by_name(where: str, make: Make, graphed: Make, ids: Make, device: Device) -> None:
+    model = make()
+    model.model.get_submodule(where).train()
+    with pytest.raises(segue.SegueError, match=f"LlamaModel's {where} is in training mode"):
+        accelerate(model, device=device)
+    handle = graphed(model.eval())
+    model.model.get_submodule(where).train()
+    with torch.inference_mode(), pytest.raises(segue.SegueError, match=f"LlamaModel's {where} is in training mode"):
+        handle(ids(1, 3))
+
+
+def test_a_cache_with_an_update_of_its_own_is_updated_by_it(make: Make, graphed: Make, ids: Make, cache_name: str) -> None:
+    model = make()
+    handle = graphed(model)
+
+    class Louder(names.cache_type()):  # type: ignore[misc]
+        def update(self, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().update(key * 2, value, *args, **kwargs)
+
+    with torch.inference_mode():
+        for seed in range(3):
+            prompt = ids(1, 9, seed)
+            got = model(prompt, **{cache_name: Louder(config=model.config)}).logits
+            with handle.untouched():
+                want = model(prompt, **{cache_name: Louder(config=model.config)}).logits
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert handle.stats.strategies == {"breakable": 1}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "breakable"])
+@pytest.mark.parametrize("where", ["config", "modules", "config, later", "modules, later"])
+def test_a_model_that_is_not_causal_is_served_without_prime(
+    where: str, strategy: str, make: Make, graphed: Make, ids: Make
+) -> None:
+    model = make()
+
+    def turn() -> None:
+        if "config" in where:
+            model.config.is_causal = False
+        for layer in model.model.layers if "modules" in where else ():
+            layer.self_attn.is_causal = False
+
+    if "later" not in where:
+        turn()
+    handle = graphed(model, strategy=strategy)
+    with torch.inference_mode():
+        for seed in range(3):
+            model(ids(1, 9, seed))
+        turn()
+        primes = handle.stats.strategies.get("prime", 0)
+        for seed in range(3):
+            got = model(ids(1, 9, seed)).logits
+            with handle.untouched():
+                torch.testing.assert_close(got, model(ids(1, 9, seed)).logits, rtol=1e-5, atol=1e-5)
+    assert handle.stats.strategies.get("prime", 0) == primes == ("later" in where and strategy == "auto")
+
+
+def test_looking_at_the_modules_of_28_layers_costs_no_more_than_submitting_a_kernel_or_two(make: Make, graphed: Make) -> None:
+    import timeit
+
+    from segue.integrations.transformers.module_snapshot import ModuleSnapshot
+
+    changes = ModuleSnapshot(make("qwen3", num_hidden_layers=28).model)
+    assert changes.reason() is None and changes.training() is None
+    seconds = min(timeit.repeat(lambda: (changes.reason(), changes.training()), number=100, repeat=20)) / 100
+    assert seconds < 100e-6  # about 10 on a quick host; the bound is for a busy one
