@@ -365,4 +365,4 @@ def test_what_is_made_anew_at_each_look_hides_nothing(device: Device) -> None:
 
     with segue.BreakableCapture(device=device, root=forward) as capture:
         forward()
-    assert sum(name.endswith("inner.w") for name, _ in capture._program.externals_check.named) == 9
+    assert sum(name.endswith("inner.w") for name, _ in capture._program.externals.named) == 9

@@ -10,7 +10,7 @@ import torch
 from runner.rows import close
 from segue.errors import ReplayError, UsageError
 from segue.runner import GraphRunner, Input
-from segue.runner.memory import Cost, MemoryBudget
+from segue.runner.memory_budget import Cost, MemoryBudget
 
 MIB = 2**20
 INPUTS = {"x": Input(0, 0.0)}
@@ -102,7 +102,7 @@ def test_calls_of_a_bucket_that_is_left_out_later_go_to_the_next_though_they_wen
     for _ in range(4):
         runner(model.x(3))
     assert runner.stats.buckets == (8,) and runner.stats.replayed == 2
-    runner.over_budget(8, Cost(2048 * MIB, 0))
+    runner._buckets.leave_out([8], Cost(2048 * MIB, 0))
     assert close(runner(model.x(3)), hungry(model.x(3)))
     assert runner.stats.warmed == 2 and runner.stats.replayed == 2
 
@@ -113,7 +113,7 @@ def test_calls_of_a_graph_that_was_dropped_do_without_it_though_they_went_there_
         runner(model.x(3))
     buckets = runner._buckets
     assert buckets is not None
-    buckets.drop(buckets.plans)
+    buckets.drop(buckets.graphs)
     for _ in range(3):
         assert close(runner(model.x(3)), hungry(model.x(3)))
     assert runner.stats.captured == 2
@@ -128,7 +128,7 @@ def test_a_call_that_found_its_graph_just_before_another_thread_dropped_it_leads
     remember = buckets.remember
 
     def late(call, plan):
-        buckets.drop(buckets.plans)
+        buckets.drop(buckets.graphs)
         remember(call, plan)
 
     buckets.remember = late

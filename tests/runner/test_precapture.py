@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from segue.runner import GraphRunner, Input
-from segue.runner.memory import Cost
+from segue.runner.memory_budget import Cost
 from segue.runner.progress import CaptureSummary
 
 

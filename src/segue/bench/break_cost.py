@@ -219,11 +219,11 @@ def _looks(device: Device, size: Size, times: int) -> list[Row]:
             held(y)
         captures.append(capture)
         assert capture._program is not None
-        externals_check = capture._program.externals_check
+        externals = capture._program.externals
         runs |= {
             name: capture.replay,
             f"{name}: graphs": loop([graph.launch for graph in capture._graphs]),
-            f"{name}: before": externals_check.check_first if externals_check.early else externals_check.check,
+            f"{name}: before": externals.check_first if externals.early else externals.check,
         }
         for p in held.parameters():
             p.normal_()  # in place, so that the graph must see it

@@ -86,7 +86,7 @@ def _verdict(got: object, want: Tensor) -> str:
 def _bare(runner: GraphRunner, tokens: int) -> Run:
     buckets = runner._buckets
     assert buckets is not None
-    replay = next(iter(buckets.plans.values())).program.replay
+    replay = next(iter(buckets.graphs.values())).program.replay
     return lambda: replay(tokens)
 
 

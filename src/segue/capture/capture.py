@@ -242,6 +242,15 @@ class BreakableCapture:
             raise self._refusal()
         self._program.run(valid_rows)
 
+    def replay_in_turn(self, valid_rows: int | None = None) -> None:
+        """:meth:`replay` for who holds the pool's turn and has entered the capture's grad mode, as a runner has.
+
+        ``valid_rows`` is not looked at: it must be a whole number from 0 to ``rows``, or None.
+        """
+        if self._program is None or self._status != "captured":
+            raise self._refusal()
+        self._program.run_in_turn(valid_rows)
+
     def close(self) -> None:
         """Forbid replay at once. The memory goes back when no live capture shares the pool. May be called twice."""
         if self._status == "recording":
@@ -277,8 +286,8 @@ class BreakableCapture:
         baked = {path: held for s in self._steps if isinstance(s, Break) for path, held in s.bound.context_tensors.items()}
         self._op_watch.claim()
         self._counts = self.graphs, self.breaks
-        externals_check = Externals(self.externals, self._root, baked, self._defer_checks and self._op_watch.harmless)
-        return Program(self._steps, externals_check, self.pool, self.rows, self.name)
+        externals = Externals(self.externals, self._root, baked, self._defer_checks and self._op_watch.harmless)
+        return Program(self._steps, externals, self.pool, self.rows, self.name)
 
     def _begin(self) -> None:
         forget_casts()

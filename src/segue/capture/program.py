@@ -23,8 +23,8 @@ Run = tuple[Callable[[], Any], Take | None, Take]  # what to call, what takes it
 class Program:
     """Runs the steps of one capture. Holds its segments and hand-offs, and no reference to the capture itself."""
 
-    def __init__(self, steps: list[Step], externals_check: Externals, pool: Pool, rows: int | None, name: str) -> None:
-        self.externals_check, self.closed = externals_check, False
+    def __init__(self, steps: list[Step], externals: Externals, pool: Pool, rows: int | None, name: str) -> None:
+        self.externals, self.closed = externals, False
         self._pool, self._rows, self._name, self._inference = pool, rows, name, torch.is_inference_mode_enabled()
         self._most = float("inf") if rows is None else rows
         self._state = {"pools": (pool,), "rows": rows, "inside_break": True, "reference": False, "phase": None}
@@ -33,7 +33,7 @@ class Program:
         self._all = [s.runs() if isinstance(s, Break) else _launches(s) for s in steps]
         live = [run for run, step in zip(self._all, steps, strict=True) if isinstance(step, Break) or not step.empty]
         # The first segment alone, if the device may run it while the host looks after what the others use.
-        early = externals_check.early and not isinstance(steps[0], Break) and not steps[0].empty
+        early = externals.early and not isinstance(steps[0], Break) and not steps[0].empty
         self._first, self._others = (live[:1], live[1:]) if early else ([], live)
 
     @property
@@ -53,47 +53,60 @@ class Program:
                 valid_rows = row_count(valid_rows, f"{self._name}: valid_rows")
             if not 0 <= valid_rows <= self._most:
                 raise UsageError(f"{self._name}: valid_rows={valid_rows} is not between 0 and its {self._rows} rows")
+        if self._pool in state.pools:
+            raise self._nested()
+        with self._pool.turn():
+            if torch.is_inference_mode_enabled() or not (self._inference or torch.is_grad_enabled()):
+                self.run_in_turn(valid_rows, step)
+            elif self._inference:
+                with _torch.inference_guard(True):
+                    self.run_in_turn(valid_rows, step)
+            else:
+                with torch.no_grad():
+                    self.run_in_turn(valid_rows, step)
+
+    def run_in_turn(self, valid_rows: int | None, step: Run | None = None) -> None:
+        """:meth:`run` for who holds the pool's turn, in the capture's grad mode, with a row count that can be.
+
+        Raises:
+            as :meth:`run`.
+        """
         pool, mine = self._pool, state.__dict__  # this thread's: one look-up for all of it
         if self.closed:
             raise ReplayError(f"{self._name} can't be replayed: it was closed.")
         outer: tuple[Pool, ...] = mine.get("pools", ())
         if pool in outer:
-            raise UsageError(
-                f"{self._name} was replayed inside a forward of the same pool, whose memory it would overwrite. "
-                "Give one of the two a pool of its own."
-            )
+            raise self._nested()
         if mine.get("phase") == "segment":
             raise UsageError(
                 f"{self._name} was replayed while a segment of another capture is recorded, which can't hold a launch: the outer "
                 "graph would go on without it. Replay it in a break, or let the outer capture record the forward itself."
             )
-        with pool.turn():
-            before = mine.copy()
-            try:
-                mine.update(self._state)
-                mine["valid"] = valid_rows
-                if outer:
-                    mine["pools"] = (*outer, pool)
-                if (self._autocast is not None or _torch.any_autocast()) and _torch.autocast_state(self._kind) != self._autocast:
-                    raise self._cast_otherwise()
-                self.externals_check.check_first()
-                if torch.is_inference_mode_enabled() or not (self._inference or torch.is_grad_enabled()):
-                    self._run(step)
-                elif self._inference:
-                    with _torch.inference_guard(True):
-                        self._run(step)
-                else:
-                    with torch.no_grad():
-                        self._run(step)
-            finally:
-                mine.clear()
-                mine.update(before)
+        before = mine.copy()
+        try:
+            mine.update(self._state)
+            mine["valid"] = valid_rows
+            if outer:
+                mine["pools"] = (*outer, pool)
+            if (self._autocast is not None or _torch.any_autocast()) and _torch.autocast_state(self._kind) != self._autocast:
+                raise self._cast_otherwise()
+            self.externals.check_first()
+            self._run(step)
+        finally:
+            mine.clear()
+            mine.update(before)
 
     def _run(self, step: Run | None) -> None:
         if step is None:
             _run(self._first)
-        self.externals_check.check_rest()
+        self.externals.check_rest()
         _run(self._others if step is None else [step])
+
+    def _nested(self) -> UsageError:
+        return UsageError(
+            f"{self._name} was replayed inside a forward of the same pool, whose memory it would overwrite. "
+            "Give one of the two a pool of its own."
+        )
 
     def _cast_otherwise(self) -> ReplayError:
         return ReplayError(

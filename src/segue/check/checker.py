@@ -32,7 +32,7 @@ Group = tuple[str, int]  # variant, bucket
 
 def check_runner(runner: GraphRunner, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any = None) -> Report:
     """See :meth:`GraphRunner.check`."""
-    if runner.off:
+    if runner.disabled:
         raise UsageError("SEGUE=off was set when this runner was made, so it has no graphs to check")
     device = runner._ready(args, kwargs).recorder.device
     if ctx is None and runner.capture_ctx is not None:

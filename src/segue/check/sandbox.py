@@ -22,7 +22,7 @@ from segue.devices import Pool
 from segue.runner.attributes import plain_values
 from segue.runner.bucket_recorder import synthetic
 from segue.runner.calls import Call
-from segue.runner.captured_bucket import Plan
+from segue.runner.captured_bucket import CapturedBucket
 from segue.runner.inputs import Spec
 from segue.runner.outputs import owned
 from segue.runner.runner import GraphRunner
@@ -89,7 +89,7 @@ class Sandbox:
             progress=False,
         )  # fmt: skip
         self.buckets = self.runner._ready(args, kwargs)
-        self.buckets._told = True  # that no break was met is said in the report
+        self.buckets._said_whole = True  # that no break was met is said in the report
         self.recorder, self.binder = self.buckets.recorder, self.buckets.recorder.binder
         self.learn([leaf.spec for leaf in runner._binder.leaves])
 
@@ -137,7 +137,7 @@ class Sandbox:
             self.buckets.warm(case.call, case.bucket, case.requests, ctx)
             ctx = self.world.context(case.tokens, case.values)
             with observing(log):
-                self.buckets.record(case.call, case.bucket, case.requests, ctx, strategy)
+                self.buckets.capture(case.call, case.bucket, case.requests, ctx, strategy)
         values = "" if case.values == 0 else ", other values"
         found = Recorded(
             f"when captured with {case.tokens} tokens{values}", log, self.breaks(case), plain_values(self.world.fn)
@@ -148,12 +148,12 @@ class Sandbox:
                 self.world.written.setdefault(address, (whole(t), "a captured op"))
         return found
 
-    def plan(self, case: Case) -> Plan:
-        return self.buckets.plans[case.call.key, case.bucket, case.requests]
+    def plan(self, case: Case) -> CapturedBucket:
+        return self.buckets.graphs[case.call.key, case.bucket, case.requests]
 
     def has(self, case: Case) -> bool:
         """Whether the case's bucket was captured."""
-        return (case.call.key, case.bucket, case.requests) in self.buckets.plans
+        return (case.call.key, case.bucket, case.requests) in self.buckets.graphs
 
     def breaks(self, case: Case) -> list[Break]:
         """The breaks of a captured bucket, in order."""

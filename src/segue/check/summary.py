@@ -53,7 +53,7 @@ def summaries(
     runner: GraphRunner, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any, progress: Callable[[int], None]
 ) -> list[BucketSummary]:
     """Capture the whole ladder privately, largest first, and take it apart. ``progress`` gets each bucket before."""
-    if runner.off:
+    if runner.disabled:
         raise UsageError("SEGUE=off was set when this runner was made, so it has no graphs to take apart")
     ctx = runner.capture_ctx if ctx is None else ctx
     device = runner._ready(args, kwargs).recorder.device
@@ -91,7 +91,7 @@ def _of(lab: Sandbox, case: Case, log: OpLog) -> BucketSummary:
             steps.append(Step("segment", f"segment {segment}", where, len(ops), 0, 0))
             segment += 1
     outside = [e for e in capture.externals if not lab.recorder.owns(e.tensor)]  # an input's buffer is known by itself
-    unnamed = [e for e in capture._program.externals_check.unnamed if not lab.recorder.owns(e.tensor)]
+    unnamed = [e for e in capture._program.externals.unnamed if not lab.recorder.owns(e.tensor)]
     return BucketSummary(
         case.bucket,
         tuple(steps),

@@ -20,7 +20,7 @@ from segue.prime.recorder import Prime, Recorder, Results
 from segue.prime.requests import Batch
 from segue.prime.trunk import Trunk
 from segue.runner.calls import Call
-from segue.runner.strategy import Job, Program
+from segue.runner.strategy import CapturedForward, Job
 
 Prompts = Sequence[tuple[int, Any]]
 
@@ -104,7 +104,7 @@ class PrimeStrategy:
         filling.end(prompts)
         return hidden
 
-    def capture(self, job: Job) -> Program:
+    def capture(self, job: Job) -> CapturedForward:
         """Record the trunk at the bucket's shape, on this call's prompts, and fill their sessions."""
         x = job.inputs[self._x]
         filling = _Filling(self, x, f"{job.name}, prime", *self.new_scratch(x.shape[0]))

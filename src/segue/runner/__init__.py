@@ -7,18 +7,18 @@ from segue.runner.outputs import Lease
 from segue.runner.progress import CaptureSummary
 from segue.runner.runner import GraphRunner
 from segue.runner.stats import Stats
-from segue.runner.strategy import Breakable, Job, Program, Strategy
+from segue.runner.strategy import Breakable, CapturedForward, Job, Strategy
 
 __all__ = [
     "Breakable",
     "CaptureSummary",
+    "CapturedForward",
     "Decision",
     "GraphRunner",
     "Input",
     "Job",
     "Ladder",
     "Lease",
-    "Program",
     "Stats",
     "Strategy",
 ]

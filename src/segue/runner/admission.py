@@ -79,7 +79,7 @@ class Admission:
             UsageError: it is none, or not one of this runner's. InputError: its bucket is too small.
         """
         if not isinstance(d, Decision):
-            raise UsageError(f"decision={d!r} is a {type(d).__qualname__}; take decisions from runner.admit(tokens)")
+            raise self.no_decision(d)
         if d.bucket is None:
             return
         if d.bucket not in self.ladder or d.bucket in self.left_out or d.strategy not in self.strategies:
@@ -90,6 +90,11 @@ class Admission:
             raise UsageError(f"{d} and the runner disagree on whether there is a request axis; use admit(tokens, requests)")
         if d.requests is not None and self.requests is not None and d.requests not in self.requests:
             raise UsageError(f"{d} names a request bucket this runner doesn't have; take decisions from runner.admit()")
+
+    @staticmethod
+    def no_decision(d: Any) -> UsageError:
+        """The error for something else than a decision."""
+        return UsageError(f"decision={d!r} is a {type(d).__qualname__}; take decisions from runner.admit(tokens)")
 
     def explain(self, tokens: int, requests: int = -1) -> str:
         """The decision in a sentence, with its numbers."""

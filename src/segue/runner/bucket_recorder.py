@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segue.capture import active_forward, reference_frame
+from segue.capture import active_forward, current_forward_ctx, reference_frame
 from segue.capture.isolation import one_capture
 from segue.capture.thread_state import state
 from segue.devices import Device, Pool
 from segue.errors import CaptureError
 from segue.runner.attributes import reached
 from segue.runner.calls import Binder, Call
-from segue.runner.captured_bucket import Plan
+from segue.runner.captured_bucket import CapturedBucket
 from segue.runner.fixed_shapes import FixedShapes
 from segue.runner.ladder import Ladder
-from segue.runner.outputs import Layout, Lease, Outputs, Signature
+from segue.runner.outputs import Layout, Lease, Outputs, Signature, owned
 from segue.runner.staging import Buffer, Stage
 from segue.runner.stats import Counters
 from segue.runner.strategy import Finish, Job, Strategy
@@ -30,7 +30,7 @@ from segue.runner.strategy import Finish, Job, Strategy
 _warming = threading.local()
 
 
-class Recorder:
+class BucketRecorder:
     """Makes plans: owns the input buffers and knows the pool and stream that all buckets share. Used under ``lock``."""
 
     def __init__(
@@ -96,8 +96,8 @@ class Recorder:
 
     def record(
         self, call: Call, stage: Stage, ctx: Any, strategy: Strategy, warmed: Signature, lease: bool, job: Job
-    ) -> tuple[Plan, Any]:
-        """Capture the bucket on ``call``'s values and return the plan with the answer.
+    ) -> tuple[CapturedBucket, Any]:
+        """Capture the bucket on ``call``'s values and return its graphs with the answer.
 
         Raises:
             CaptureError: what the forward does can't be in a graph, or there was no memory for it.
@@ -127,9 +127,9 @@ class Recorder:
         self.counters.captured += 1
         stage.wrote(program.writes)
         stage.updates(call)
-        plan = Plan(stage, program, kept[0], self.pool, self.lock, self.counters, strategy.name, lease)
-        plan.driver_bytes = max(0, self.device.driver_bytes() - before)
-        return plan, Lease(answer[0], None) if lease else answer[0]
+        captured = CapturedBucket(stage, program, kept[0], self.pool, self.lock, self.counters, strategy.name, lease)
+        captured.driver_bytes = max(0, self.device.driver_bytes() - before)
+        return captured, Lease(answer[0], None) if lease else answer[0]
 
     def job(self, call: Call, stage: Stage, ctx: Any) -> Job:
         """The order to capture ``call``'s bucket."""
@@ -162,6 +162,29 @@ class Recorder:
         """Whether ``t`` is memory of the pool or of an input buffer."""
         address = t.untyped_storage().data_ptr()
         return self.pool.owns(t) or any(b is not None and b.flat.data_ptr() == address for b in self.buffers)
+
+
+def run_eager(binder: Binder, call: Call) -> Any:
+    """The answer to a call that no bucket serves: the plain function, unpadded, on the call's own tensors.
+
+    Tensors of another device go to the runner's, and back where the function writes them.
+    """
+    device, tensors = binder.device, call.tensors
+    if call.foreign:
+        with torch.inference_mode(False), torch.no_grad():
+            tensors = [None if t is None else t.to(device) for t in tensors]
+    versions = [_version(t) for t in tensors] if call.foreign else []
+    with torch.inference_mode(), active_forward(call.ctx if call.ctx is not None else current_forward_ctx()):
+        raw = binder.invoke(call, tensors, call.ctx)
+        for mine, moved, version in zip(call.tensors, tensors, versions, strict=False):
+            if mine is not None and moved is not None and moved is not mine and _version(moved) != version:
+                mine.copy_(moved)
+    binder.keep(call)
+    return owned(raw)
+
+
+def _version(t: Tensor | None) -> int:
+    return -1 if t is None or t.is_inference() else t._version
 
 
 def may_capture() -> bool:

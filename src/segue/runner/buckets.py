@@ -1,52 +1,117 @@
-"""The buckets of one runner: which are warm, captured, or failed, for which variant."""
+"""The life of a bucket: its first call warms up, its second is captured, later ones replay."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from segue import _torch
 from segue.errors import InputError, ReplayError, UsageError
-from segue.runner.bucket_recorder import Recorder
+from segue.runner.admission import Decision
+from segue.runner.bucket_recorder import BucketRecorder, may_capture
 from segue.runner.calls import Call, Key
-from segue.runner.captured_bucket import Plan
-from segue.runner.memory import Cost
-from segue.runner.outputs import Layout, Signature
+from segue.runner.captured_bucket import CapturedBucket
+from segue.runner.memory_budget import OVER_BUDGET, Cost, MemoryBudget, mib
+from segue.runner.module_guard import ModuleGuard
+from segue.runner.outputs import Layout, Lease, Signature
+from segue.runner.replay_verifier import ReplayVerifier
 from segue.runner.strategy import Strategy
 
 log = logging.getLogger("segue")
-Place = tuple[Key, int | None, int | None]  # variant, bucket, request bucket
+Slot = tuple[Key, int | None, int | None]  # variant, bucket, request bucket
+# Variant, tokens, requests, strategy, and the buckets of a decision that the caller gave.
+Route = tuple[Key, int, int, str, tuple[int | None, int | None] | None]
 
 _MOST_ROUTES = 8192
 FAILED = "a failed capture"
+VARIANTS = "too many variants"
 
 
-class CaptureFailed(Exception):
-    """A capture failed before anything had run, so that the call may be retried eagerly."""
+class RunsEager(Exception):
+    """No graph serves a call, for the ``reason``. Nothing of it has run, so it may run eagerly."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class Buckets:
-    """Plans by place, and what comes before a plan.
+    """The buckets of one runner, by variant: which are warm, captured, failed or left out.
 
     Args:
-        lease: plans lend their outputs.
-        retry: a failed capture counts against its bucket, which runs eager from then on; otherwise it is raised
-            each time.
+        recorder: warms up and captures.
+        guard: looks at modules before either.
+        strategies: by name.
+        left_out: buckets without a graph, with the reason; shared with the runner's admission, which skips them.
+        budget: None for no limit.
+        lease: outputs are lent.
+        retry: a failed capture counts against its bucket, which runs eager from then on; otherwise it is raised each time.
+        most_variants: how many variants get graphs.
+        verifier: compares some replays with the reference. None: no replay is compared.
     """
 
-    def __init__(self, recorder: Recorder, lease: bool, retry: bool) -> None:
-        self.recorder, self._lease, self._retry = recorder, lease, retry
-        self.plans: dict[Place, Plan] = {}
-        self.routes: dict[tuple[Key, int, int], Plan] = {}  # where calls went: variant, tokens, requests
-        self.failed: dict[Place, str] = {}
-        self.warmed: dict[Place, Signature] = {}
+    def __init__(
+        self,
+        recorder: BucketRecorder,
+        guard: ModuleGuard,
+        strategies: Mapping[str, Strategy],
+        left_out: dict[int, str],
+        budget: MemoryBudget | None,
+        *,
+        lease: bool,
+        retry: bool,
+        most_variants: int,
+        verifier: ReplayVerifier | None,
+    ) -> None:
+        self.recorder, self.strategies, self.left_out, self.budget = recorder, strategies, left_out, budget
+        self._guard, self._verifier = guard, verifier
+        self._lease, self._retry, self._most_variants = lease, retry, most_variants
+        self.graphs: dict[Slot, CapturedBucket] = {}
+        self.routes: dict[Route, CapturedBucket] = {}  # where calls like earlier ones go at once
+        self.failed: dict[Slot, str] = {}
+        self.warmed: dict[Slot, Signature] = {}
         self.variants: set[Key] = set()
-        self._told = False
+        self._said_whole = False
 
-    def warm(
-        self, call: Call, bucket: int, requests: int | None, ctx: Any, strategy: Strategy | None = None
-    ) -> Layout:
+    def serve(self, call: Call, d: Decision) -> Any:
+        """The answer to a call that is admitted to a bucket. This is the protocol of a bucket, for each variant and strategy:
+
+        1. **Warm-up.** The first call runs the reference: the function at the bucket's padded shape, without graphs, on the
+           capture stream. It shows what inputs and outputs look like, and lets libraries set themselves up.
+        2. **Capture.** The second call is recorded as segments and breaks, while it runs: each segment is launched as soon as
+           it is recorded, so what the capture returns is the answer.
+        3. **Replay.** Later calls stage their inputs, launch the segments with the breaks between them, and get a copy of the
+           real rows (:class:`CapturedBucket`). The runner sends them there by ``routes``, without coming through here.
+
+        Raises:
+            RunsEager: the bucket has no graph and gets none: a capture failed, there are too many variants, or the memory
+                budget is used up.
+        """
+        slot = (call.key, d.bucket, d.requests)
+        if slot in self.failed:
+            raise RunsEager(self.failed[slot])
+        if call.key not in self.variants and len(self.variants) >= self._most_variants:
+            raise RunsEager(VARIANTS)
+        assert d.bucket is not None
+        recorder, strategy = self.recorder, self.strategies[d.strategy]
+        with recorder.lock:
+            captured = self.graphs.get(slot)
+            if captured is not None:
+                return captured.run(call) if self._verifier is None else self._verifier.run(call, captured, recorder, strategy)
+            self._guard.check(recorder.device.torch_device)
+            if slot not in self.warmed or not may_capture():
+                answer = self.warm(call, d.bucket, d.requests, call.ctx, strategy).give(call.tokens, call.requests)
+                answer = Lease(answer, None) if self._lease else answer
+            else:
+                self._refuse_over_budget(d.bucket)
+                answer = self.capture(call, d.bucket, d.requests, call.ctx, strategy)
+                self._keep_to_budget(slot)
+            call.write_back()
+            recorder.counters.served(d.bucket, call.tokens)
+            return answer
+
+    def warm(self, call: Call, bucket: int, requests: int | None, ctx: Any, strategy: Strategy | None = None) -> Layout:
         """Run a bucket's reference as its warm-up, and keep what it showed of inputs and outputs."""
         layout = self.recorder.warm(call, self.recorder.stage(call, bucket, requests), ctx, strategy)
         self.recorder.binder.keep(call)
@@ -55,31 +120,31 @@ class Buckets:
         self.recorder.counters.warmed += 1
         return layout
 
-    def record(self, call: Call, bucket: int, requests: int | None, ctx: Any, strategy: Strategy) -> Any:
+    def capture(self, call: Call, bucket: int, requests: int | None, ctx: Any, strategy: Strategy) -> Any:
         """Capture a warmed bucket on a call and return its answer.
 
         Raises:
-            CaptureFailed: it failed before anything had run, and failures count against the bucket.
+            RunsEager: it failed before anything had run, and failures count against the bucket.
         """
-        place = (call.key, bucket, requests)
+        slot = (call.key, bucket, requests)
         stage = self.recorder.stage(call, bucket, requests)
         job = self.recorder.job(call, stage, ctx)
         try:
-            plan, answer = self.recorder.record(call, stage, ctx, strategy, self.warmed[place], self._lease, job)
+            captured, answer = self.recorder.record(call, stage, ctx, strategy, self.warmed[slot], self._lease, job)
         except (UsageError, InputError, ReplayError):
             raise
         except Exception as e:
             if not self._retry or _torch.device_is_lost(e):
                 raise
-            self.failed[place] = FAILED
+            self.failed[slot] = FAILED
             log.warning("segue: %s runs eager from now on: %s: %s", job.name, type(e).__name__, e)
             if job.launched:
                 e.add_note(f"{job.name}: part of this call has run, so it isn't retried eagerly; later calls run eager")
                 raise
-            raise CaptureFailed from e
-        self.plans[place] = plan
-        if not plan.program.breaks and not self._told and not getattr(strategy, "whole", False):
-            self._told = True
+            raise RunsEager(FAILED) from e
+        self.graphs[slot] = captured
+        if not captured.program.breaks and not self._said_whole and not getattr(strategy, "whole", False):
+            self._said_whole = True
             log.warning(
                 "segue: %s was captured without meeting a break point: everything in it, attention included, runs on "
                 "the padded rows. That is right for a forward that treats each row by itself",
@@ -87,27 +152,64 @@ class Buckets:
             )
         return answer
 
-    def remember(self, call: Call, plan: Plan) -> None:
-        """Send later calls like this one straight to ``plan``, for as long as the rules of admission are what they are."""
+    def find(self, call: Call, d: Decision) -> CapturedBucket | None:
+        """The graphs that replay this call; None if it has to be served otherwise, or compared with its reference."""
+        return self.graphs.get((call.key, d.bucket, d.requests)) if self._verifier is None else None
+
+    def remember(self, route: Route, captured: CapturedBucket) -> None:
+        """Send later calls like this one straight to their graphs, for as long as the rules of admission are what they are."""
         if len(self.routes) >= _MOST_ROUTES:
             self.routes.clear()
-        self.routes[call.key, call.tokens, call.requests] = plan
-        if plan.closed:  # by another thread since the call found it, which has cleared the routes before or will do so
+        self.routes[route] = captured
+        if captured.closed:  # by another thread since the call found it, which has cleared the routes before or will do so
             self.routes.clear()
 
-    def drop(self, places: Iterable[Place]) -> None:
+    def drop(self, slots: Iterable[Slot]) -> None:
         """Close some graphs."""
         try:
-            for place in list(places):
-                self.plans.pop(place).close()
+            for slot in list(slots):
+                self.graphs.pop(slot).close()
         finally:
             self.routes.clear()  # after the closing, which remember() looks at
 
+    def leave_out(self, buckets: Sequence[int], cost: Cost) -> None:
+        """Give buckets that don't fit the memory budget no graph, and say so. Longer buckets serve their calls, if any."""
+        assert self.budget is not None
+        for bucket in dict.fromkeys(buckets):
+            self.left_out[bucket] = OVER_BUDGET
+            log.warning(
+                "segue: bucket %s is left out: graphs would take %s, and memory_budget is %s",
+                bucket,
+                cost,
+                mib(self.budget.limit),
+            )
+        self.routes.clear()
+
     def cost(self) -> Cost:
         """Bytes that graphs take now: the pool's, and the driver's for this runner's graphs."""
-        return Cost(self.recorder.pool.usage().reserved, sum(p.driver_bytes for p in self.plans.values()))
+        return Cost(self.recorder.pool.usage().reserved, sum(c.driver_bytes for c in self.graphs.values()))
 
     @property
     def captured(self) -> tuple[int, ...]:
         """Token buckets that have a graph."""
-        return tuple(sorted({p[1] for p in self.plans if p[1] is not None}))
+        return tuple(sorted({slot[1] for slot in self.graphs if slot[1] is not None}))
+
+    def _refuse_over_budget(self, bucket: int) -> None:
+        """Raise RunsEager if a lazy capture is predicted to exceed the memory budget."""
+        if self.budget is None:
+            return
+        graphs = len(self.graphs)
+        cost = self.budget.predict(bucket, self.cost(), graphs, graphs + 1)
+        if cost.total > self.budget.limit:
+            self.leave_out([bucket], cost)
+            raise RunsEager(OVER_BUDGET)
+
+    def _keep_to_budget(self, slot: Slot) -> None:
+        """Drop a lazily captured bucket that took more than was predicted."""
+        if self.budget is not None and slot[1] is not None:
+            cost = self.cost()
+            if cost.total > self.budget.limit:
+                self.drop([slot])
+                self.leave_out([slot[1]], cost)
+            else:
+                self.budget.observe(slot[1], cost)

@@ -16,18 +16,18 @@ from segue.runner.calls import Call
 from segue.runner.outputs import Layout, Lease
 from segue.runner.staging import Stage
 from segue.runner.stats import Counters
-from segue.runner.strategy import Program
+from segue.runner.strategy import CapturedForward
 
 _in_inference = torch.is_inference_mode_enabled
 
 
-class Plan:
-    """Replays a bucket: stage the inputs, run the program, hand out the outputs."""
+class CapturedBucket:
+    """Replays one bucket of one variant: stage the inputs, run the program, hand out the outputs."""
 
     def __init__(
         self,
         stage: Stage,
-        program: Program,
+        program: CapturedForward,
         layout: Layout,
         pool: Pool,
         lock: AbstractContextManager[Any],
@@ -74,7 +74,7 @@ class Plan:
             count.calls += 1
             count.tokens += tokens
             if self._lease:
-                return Lease(self.layout.lend(tokens, requests), self._pool, self)
+                return Lease(self.layout.lend(tokens, requests), self._pool, lambda: self.closed)
             return self.layout.give(tokens, requests)
 
     def close(self) -> None:

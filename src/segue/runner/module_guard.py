@@ -19,7 +19,7 @@ _in_training = itemgetter("training")
 _requires_grad = attrgetter("requires_grad")
 
 
-class Module:
+class ModuleGuard:
     """The ``nn.Module`` that a function is, or is a method of, and the modules and tensors that it reaches by name.
 
     ``root`` is None where there is none. Of modules that the function only reaches, those matter whose code asks for their

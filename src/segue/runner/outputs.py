@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Container
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Container
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from segue.capture.nested import Tree, take_apart
 from segue.devices import Pool
 from segue.errors import CaptureError, ReplayError, UsageError
 
-if TYPE_CHECKING:
-    from segue.runner.captured_bucket import Plan
-
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 _MOST_VIEWS = 1024
 _HOLE: Any = object()  # where a tensor goes
@@ -25,10 +22,10 @@ _HOLE: Any = object()  # where a tensor goes
 class Lease:
     """A zero-copy output. ``value`` is a view of graph memory, and raises once another replay may have written it."""
 
-    __slots__ = ("_at", "_plan", "_pool", "_value")
+    __slots__ = ("_at", "_gone", "_pool", "_value")
 
-    def __init__(self, value: Any, pool: Pool | None, plan: Plan | None = None) -> None:
-        self._value, self._pool, self._plan = value, pool, plan  # the plan keeps the memory
+    def __init__(self, value: Any, pool: Pool | None, gone: Callable[[], bool] | None = None) -> None:
+        self._value, self._pool, self._gone = value, pool, gone  # which keeps the graph, and with it the memory
         self._at = None if pool is None else pool.replays
 
     @property
@@ -43,7 +40,7 @@ class Lease:
                 "this lease has ended: its pool has replayed or captured since, and the memory may hold other numbers. "
                 'Read lease.value (or clone it) before the next call, or use outputs="copy"'
             )
-        if self._plan is not None and self._plan.closed:
+        if self._gone is not None and self._gone():
             raise ReplayError(
                 "this lease has ended: its graph was dropped by close(), recapture() or the memory budget, and the memory "
                 'is gone. Read lease.value (or clone it) before that, or use outputs="copy"'

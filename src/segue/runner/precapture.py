@@ -4,64 +4,76 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from segue import _torch
 from segue.errors import UsageError
 from segue.runner.attributes import plain_values
 from segue.runner.bucket_recorder import collect_garbage, example_rows, synthetic
-from segue.runner.buckets import Buckets, CaptureFailed
-from segue.runner.calls import Call
-from segue.runner.captured_bucket import Plan
-from segue.runner.memory import Cost, mib
+from segue.runner.buckets import Buckets, RunsEager
+from segue.runner.calls import Binder, Call
+from segue.runner.captured_bucket import CapturedBucket
+from segue.runner.ladder import Ladder
+from segue.runner.memory_budget import Cost, mib
 from segue.runner.progress import CaptureSummary, Progress
+from segue.runner.strategy import Strategy
 from segue.runner.write_log import WriteLog
-
-if TYPE_CHECKING:
-    from segue.runner.runner import GraphRunner
 
 log = logging.getLogger("segue")
 Rung = tuple[int, int | None]  # tokens, requests
 
 
-def capture_ladder(
-    runner: GraphRunner, buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any
-) -> CaptureSummary:
-    """Capture every bucket that has no graph yet for the example's variant."""
-    if runner.off:
-        log.info("SEGUE=off: nothing is captured, every call runs eager")
-        return CaptureSummary((), 0, 0, 0.0, Cost(0, 0))
-    return _Session(runner, buckets, args, kwargs, ctx).run()
+class Precapture:
+    """One explicit capture of the ladder, for the variant of one example call.
 
+    Args:
+        buckets: what is captured already stays.
+        call: the example.
+        ladder: token buckets. ``request_ladder``: request buckets, if some input is request-shaped.
+        last: the strategy that serves every call.
+        context: of the example. ``make_context``: from a bucket to a context, which then is used instead.
+        state: tensors to put back, whatever their size.
+        progress: whether to show it.
+    """
 
-class _Session:
     def __init__(
-        self, runner: GraphRunner, buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any
+        self,
+        buckets: Buckets,
+        call: Call,
+        ladder: Ladder,
+        request_ladder: Ladder | None,
+        *,
+        last: Strategy,
+        context: Any,
+        make_context: Callable[[int], Any] | None,
+        state: Sequence[Tensor],
+        progress: bool,
     ) -> None:
-        self.runner, self.buckets, self.recorder, self.ctx = runner, buckets, buckets.recorder, ctx
-        self.call = self._example(args, kwargs, ctx)
+        self.buckets, self.recorder, self.call = buckets, buckets.recorder, call
+        self._last, self._context, self._make_context, self._state = last, context, make_context, state
+        self._shown = progress
+        self._fixed = request_ladder is not None  # rows and requests of the example belong together
         self.left_out: dict[int, Cost | str] = {}
-        if self.call.ctx is not None:
-            self.ctx = self.call.ctx
-        rungs = _rungs(list(runner.ladder), None if runner.request_ladder is None else list(runner.request_ladder))
-        if runner.request_ladder is not None:
-            held = [r for r in rungs if r[0] >= self.call.tokens and (r[1] or 0) >= self.call.requests]
+        rungs = _rungs(list(ladder), None if request_ladder is None else list(request_ladder))
+        if request_ladder is not None:
+            held = [r for r in rungs if r[0] >= call.tokens and (r[1] or 0) >= call.requests]
             self._say_too_small(rungs, held)
             rungs = held
-        self.rungs = [r for r in rungs if self._plan(r) is None and r[0] not in runner.admission.left_out]
+        self.rungs = [r for r in rungs if self._graphs(r) is None and r[0] not in buckets.left_out]
         self.done: list[Rung] = []
 
     def run(self) -> CaptureSummary:
         start = time.perf_counter()
         before = self._attributes()
         collect_garbage()
-        progress = Progress(len(self.rungs), self.runner.progress)
+        progress = Progress(len(self.rungs), self._shown)
         with progress.showing(), _generators_kept(self.recorder.device.torch_device):
-            if self.runner.budget is None:
+            if self.buckets.budget is None:
                 self._capture(self.rungs, progress)
             else:
                 self._capture_within_budget(progress)
@@ -72,7 +84,7 @@ class _Session:
                 "segue: capturing changed Python attributes, which are not put back: %s",
                 ", ".join(f"{k} ({a!r} to {b!r})" for k, (a, b) in changed.items()),
             )
-        programs = [p.program for r in self.done if (p := self._plan(r)) is not None]
+        programs = [p.program for r in self.done if (p := self._graphs(r)) is not None]
         summary = CaptureSummary(
             buckets=tuple(dict.fromkeys(r[0] for r in self.done)),
             segments=sum(p.graphs for p in programs),
@@ -93,20 +105,18 @@ class _Session:
 
     def _one(self, tokens: int, requests: int | None) -> None:
         """Warm up and capture one bucket, then put back what either wrote."""
-        runner = self.runner
-        all_real = runner.capture_ctx is not None or self.ctx is None
-        if runner.request_ladder is not None:
-            call = self.call
-        else:
-            call = example_rows(self.call, self.recorder.binder, tokens if all_real else min(self.call.tokens, tokens))
-        writes = WriteLog(self.recorder.owns, runner.state)
+        all_real = self._make_context is not None or self._context is None
+        call = self.call
+        if not self._fixed:
+            call = example_rows(call, self.recorder.binder, tokens if all_real else min(call.tokens, tokens))
+        writes = WriteLog(self.recorder.owns, self._state)
         try:
             with writes:
-                self.buckets.warm(call, tokens, requests, self._context(tokens))
+                self.buckets.warm(call, tokens, requests, self._context_of(tokens))
             self.call.specs = ()
             with writes:
-                self.buckets.record(call, tokens, requests, self._context(tokens), runner.strategies[-1])
-        except CaptureFailed:
+                self.buckets.capture(call, tokens, requests, self._context_of(tokens), self._last)
+        except RunsEager:
             return
         finally:
             writes.put_back()
@@ -141,7 +151,7 @@ class _Session:
         Raises:
             UsageError: not even the smallest fits.
         """
-        budget = self.runner.budget
+        budget = self.buckets.budget
         assert budget is not None
         for rung in dict.fromkeys((order[0], order[len(order) // 2])) if order else ():
             self._capture([rung], progress)
@@ -156,7 +166,7 @@ class _Session:
                 self._leave_out([r for r in order if r >= rung], cost)
                 return [r for r in order if r < rung]
             budget.observe(rung[0], cost)
-        now, graphs = self.buckets.cost(), len(self.buckets.plans)
+        now, graphs = self.buckets.cost(), len(self.buckets.graphs)
         fitting, left_out = budget.split(sorted({r[0] for r in order}), now, graphs)
         for bucket, cost in left_out.items():
             self._leave_out([(bucket, None)], cost)
@@ -164,21 +174,22 @@ class _Session:
 
     def _first_over(self, rungs: Sequence[Rung], progress: Progress) -> int | None:
         """Capture until the budget is exceeded, and say by which of ``rungs``."""
-        assert self.runner.budget is not None
+        budget = self.buckets.budget
+        assert budget is not None
         for i, rung in enumerate(rungs):
             self._capture([rung], progress)
-            if self.buckets.cost().total > self.runner.budget.limit:
+            if self.buckets.cost().total > budget.limit:
                 return i
         return None
 
     def _give_up(self, *rungs: Rung) -> None:
-        self.buckets.drop([(self.call.key, *r) for r in rungs if self._plan(r) is not None])
+        self.buckets.drop([(self.call.key, *r) for r in rungs if self._graphs(r) is not None])
         self.done = [r for r in self.done if r not in rungs]
 
     def _leave_out(self, rungs: Sequence[Rung], cost: Cost) -> None:
-        for bucket in dict.fromkeys(r[0] for r in rungs):
-            self.left_out[bucket] = cost
-            self.runner.over_budget(bucket, cost)
+        buckets = list(dict.fromkeys(r[0] for r in rungs))
+        self.left_out.update(dict.fromkeys(buckets, cost))
+        self.buckets.leave_out(buckets, cost)
 
     def _say_too_small(self, rungs: Sequence[Rung], held: Sequence[Rung]) -> None:
         """A request-shaped example can't be cut or repeated: rows and requests belong together."""
@@ -196,23 +207,28 @@ class _Session:
                 f", among them all of buckets {', '.join(map(str, self.left_out))}" if self.left_out else "",
             )
 
-    def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any) -> Call:
-        binder = self.recorder.binder
-        if args or kwargs:
-            return binder.read(args, kwargs, ctx)
-        values, tensors = synthetic(binder)
-        named = dict(zip(binder.names, values, strict=True))
-        return binder.read((), binder.placed(named, tensors), ctx)
+    def _graphs(self, rung: Rung) -> CapturedBucket | None:
+        return self.buckets.graphs.get((self.call.key, *rung))
 
-    def _plan(self, rung: Rung) -> Plan | None:
-        return self.buckets.plans.get((self.call.key, *rung))
-
-    def _context(self, tokens: int) -> Any:
-        return self.ctx if self.runner.capture_ctx is None else self.runner.capture_ctx(tokens)
+    def _context_of(self, tokens: int) -> Any:
+        return self._context if self._make_context is None else self._make_context(tokens)
 
     def _attributes(self) -> dict[str, Any]:
-        found = plain_values(self.runner.fn)
-        return found if self.ctx is None else {**found, **plain_values(self.ctx, "ctx")}
+        found = plain_values(self.recorder.fn)
+        return found if self._context is None else {**found, **plain_values(self._context, "ctx")}
+
+
+def example_call(binder: Binder, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any) -> Call:
+    """The example that a ladder is captured from: the call that is given, or one made up from the declared inputs.
+
+    Raises:
+        CaptureError: none is given, and an input doesn't declare its shape and dtype. InputError: it doesn't fit.
+    """
+    if args or kwargs:
+        return binder.read(args, kwargs, ctx)
+    values, tensors = synthetic(binder)
+    named = dict(zip(binder.names, values, strict=True))
+    return binder.read((), binder.placed(named, tensors), ctx)
 
 
 def _rungs(tokens: list[int], requests: list[int] | None) -> list[Rung]:

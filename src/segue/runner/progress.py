@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from segue.runner.memory import Cost, mib
+from segue.runner.memory_budget import Cost, mib
 
 log = logging.getLogger("segue")
 

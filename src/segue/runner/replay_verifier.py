@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from segue.errors import ReplayError, UsageError
-from segue.runner.bucket_recorder import Recorder
+from segue.runner.bucket_recorder import BucketRecorder
 from segue.runner.calls import Call
-from segue.runner.captured_bucket import Plan
+from segue.runner.captured_bucket import CapturedBucket
 from segue.runner.strategy import Strategy
 from segue.runner.write_log import WriteLog
 
@@ -27,7 +27,7 @@ class ReplayVerifier:
     def __init__(self, every: int, state: Sequence[Tensor]) -> None:
         self._every, self._count, self._state = every, 0, state
 
-    def run(self, call: Call, plan: Plan, recorder: Recorder, strategy: Strategy) -> Any:
+    def run(self, call: Call, captured: CapturedBucket, recorder: BucketRecorder, strategy: Strategy) -> Any:
         """The replay's answer.
 
         Raises:
@@ -35,7 +35,7 @@ class ReplayVerifier:
         """
         self._count += 1
         if self._count % self._every:
-            return plan.run(call)
+            return captured.run(call)
         try:
             ctx = copy.deepcopy(call.ctx)
         except Exception as e:
@@ -46,17 +46,17 @@ class ReplayVerifier:
         writes = WriteLog(recorder.owns, self._state)
         try:
             with writes:
-                expected = recorder.reference(call, plan.stage, ctx, strategy)
+                expected = recorder.reference(call, captured.stage, ctx, strategy)
                 with torch.inference_mode():
                     kept = expected.kept()
         finally:
             writes.put_back()
         with recorder.lock, recorder.pool.turn():
-            answer = plan.run(call)
-            difference = plan.layout.difference(kept, call.tokens, call.requests)
+            answer = captured.run(call)
+            difference = captured.layout.difference(kept, call.tokens, call.requests)
         if difference:
             raise ReplayError(
-                f"verify_every: bucket {plan.stage.tokens} with {call.tokens} tokens: the replay isn't what the "
+                f"verify_every: bucket {captured.stage.tokens} with {call.tokens} tokens: the replay isn't what the "
                 f"reference gives: {difference}. Something was frozen at capture, or reads padded rows"
             )
         return answer

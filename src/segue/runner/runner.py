@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,16 +18,15 @@ from segue.devices import Device, Pool
 from segue.errors import NoBucketError, UsageError
 from segue.runner import options
 from segue.runner.admission import EAGER, Admission, Decision
-from segue.runner.bucket_recorder import Recorder, may_capture
-from segue.runner.buckets import FAILED, Buckets, CaptureFailed, Place
+from segue.runner.bucket_recorder import BucketRecorder, run_eager
+from segue.runner.buckets import Buckets, Route, RunsEager
 from segue.runner.calls import Binder, Call
-from segue.runner.eager import run_eager
 from segue.runner.inputs import Declared
 from segue.runner.ladder import Ladder
-from segue.runner.memory import OVER_BUDGET, Cost, MemoryBudget, mib
-from segue.runner.module_guard import Module
+from segue.runner.memory_budget import Cost, MemoryBudget
+from segue.runner.module_guard import ModuleGuard
 from segue.runner.outputs import Lease, Outputs
-from segue.runner.precapture import capture_ladder
+from segue.runner.precapture import Precapture, example_call
 from segue.runner.progress import CaptureSummary
 from segue.runner.replay_verifier import ReplayVerifier
 from segue.runner.stats import Counters, Stats
@@ -117,15 +115,16 @@ class GraphRunner:
             raise UsageError("strategies=[] leaves no way to capture; leave it out, or end it with one that serves every call")
         self.capture_ctx = options.function("capture_ctx", capture_ctx, "a bucket, and return the context of its capture")
         self.state, self.progress = options.tensors("state", state), progress
-        self.budget = None
+        self._budget: MemoryBudget | None = None
         if memory_budget is not None:
-            self.budget = MemoryBudget(options.whole_number("memory_budget", memory_budget, 1, " of bytes"))
+            self._budget = MemoryBudget(options.whole_number("memory_budget", memory_budget, 1, " of bytes"))
         self.summary: CaptureSummary | None = None
-        self.module, self.off = Module(fn), environment.disabled()
+        self.guard, self.disabled = ModuleGuard(fn), environment.disabled()
+        self._left_out: dict[int, str] = {}
         self.admission = Admission(
-            self.ladder, self.request_ladder, max_padding, tuple(s.name for s in self.strategies)
+            self.ladder, self.request_ladder, max_padding, tuple(s.name for s in self.strategies), self._left_out
         )
-        self._by_name = {s.name: s for s in self.strategies}
+        self._last = self.strategies[-1].name  # the strategy that serves every call
         self._preferred = {s.name for s in self.strategies[:-1]}
         self._strict, self._counters = strict, Counters()
         self._output_dims = output_token_dim, output_request_dim
@@ -133,8 +132,8 @@ class GraphRunner:
         self._verifier = ReplayVerifier(verify_every, self.state) if verify_every else None
         self._closed, self._opening = False, threading.Lock()
         self._buckets: Buckets | None = None
-        if device is not None or pool is not None or self.module.device is not None:
-            self._place(())
+        if device is not None or pool is not None or self.guard.device is not None:
+            self._settle(())
 
     def __call__(self, *args: Any, ctx: Any = None, decision: Decision | None = None, **kwargs: Any) -> Any:
         """The forward's answer, bound like its signature. ``decision``: from :meth:`admit`, so that ranks agree.
@@ -150,10 +149,20 @@ class GraphRunner:
             buckets = self._open(args, kwargs)
         if (thread.reference or thread.capture is not None) and not thread.inside_break:
             raise _nested(self._binder.label)
-        self.module.look()
+        self.guard.look()
         call = self._read(args, kwargs, ctx)
-        plan = buckets.routes.get((call.key, call.tokens, call.requests)) if decision is None else None
-        return self._route(call, decision, buckets) if plan is None else plan.run(call)
+        asked: tuple[int | None, int | None] | None = None
+        if decision is None:
+            strategy = self._strategy_for(call) if self._preferred else self._last
+        elif isinstance(decision, Decision):
+            strategy, asked = decision.strategy, (decision.bucket, decision.requests)
+        else:
+            raise self.admission.no_decision(decision)
+        if strategy in self._preferred:
+            call.key = (*call.key, strategy)  # its graphs are not those of the last strategy
+        route = (call.key, call.tokens, call.requests, strategy, asked)
+        captured = buckets.routes.get(route)
+        return self._serve(call, decision, route, buckets) if captured is None else captured.run(call)
 
     def admit(self, tokens: int, requests: int = -1) -> Decision:
         """Where a call of ``tokens`` tokens would run, and why. Pure; O(log of the number of buckets).
@@ -170,7 +179,7 @@ class GraphRunner:
     def explain(self, tokens: int, requests: int = -1) -> str:
         """:meth:`admit` in a sentence, with its numbers, and whether the bucket has a graph."""
         bucket = self.admit(tokens, requests).bucket
-        if self.off:
+        if self.disabled:
             return f"{tokens} tokens: eager, SEGUE=off in the environment when the runner was made"
         text = self.admission.explain(tokens, requests)
         if bucket is None or self._buckets is None:
@@ -190,15 +199,14 @@ class GraphRunner:
         """
         if (thread.reference or thread.capture is not None) and not thread.inside_break:
             raise _nested(self._binder.label)
-        recorder = self._ready(args, kwargs).recorder
+        buckets = self._ready(args, kwargs)
         call = self._read(args, kwargs, ctx)
-        d = self._decide(call, decision)
+        d = self._decide(call, decision, None if decision is not None else self._strategy_for(call))
         if d.bucket is None:
             raise NoBucketError(f"reference: {self.admission.explain(call.tokens, call.requests)}")
+        recorder, strategy = buckets.recorder, buckets.strategies[d.strategy]
         with recorder.lock:
-            layout = recorder.reference(
-                call, recorder.stage(call, d.bucket, d.requests), call.ctx, self._by_name[d.strategy]
-            )
+            layout = recorder.reference(call, recorder.stage(call, d.bucket, d.requests), call.ctx, strategy)
             return layout.give(call.tokens, call.requests)
 
     def capture(self, *args: Any, ctx: Any = None, **kwargs: Any) -> CaptureSummary:
@@ -215,7 +223,7 @@ class GraphRunner:
         """
         buckets = self._ready(args, kwargs)
         with buckets.recorder.lock:
-            self.summary = capture_ladder(self, buckets, args, kwargs, ctx)
+            self.summary = self._precapture(buckets, args, kwargs, ctx)
         return self.summary
 
     def recapture(self, *args: Any, ctx: Any = None, **kwargs: Any) -> CaptureSummary | None:
@@ -224,8 +232,8 @@ class GraphRunner:
         """
         buckets = self._ready(args, kwargs)
         with buckets.recorder.lock:
-            buckets.drop(buckets.plans)
-            self._place((*args, *kwargs.values()))
+            buckets.drop(buckets.graphs)
+            self._settle((*args, *kwargs.values()))
         return self.capture(*args, ctx=ctx, **kwargs) if args or kwargs else None
 
     def close(self) -> None:
@@ -233,10 +241,10 @@ class GraphRunner:
         twice.
         """
         self._closed = True
-        self.module.forget()
+        self.guard.forget()
         if self._buckets is not None:
             with self._buckets.recorder.lock:
-                self._buckets.drop(self._buckets.plans)
+                self._buckets.drop(self._buckets.graphs)
 
     @property
     def stats(self) -> Stats:
@@ -257,83 +265,22 @@ class GraphRunner:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _route(self, call: Call, given: Decision | None, buckets: Buckets) -> Any:
-        """Any call but one like an earlier one that was replayed."""
-        if self.off:
+    def _serve(self, call: Call, given: Decision | None, route: Route, buckets: Buckets) -> Any:
+        """Any call but one like an earlier one that was replayed: see :meth:`Buckets.serve`."""
+        if self.disabled:
             return self._eager(call, environment.DISABLED)
-        decision = self._decide(call, given)
-        if decision.strategy in self._preferred:
-            call.key = (*call.key, decision.strategy)  # its plans are not those of the last strategy
-        plan = buckets.plans.get((call.key, decision.bucket, decision.requests))
-        if plan is None or self._verifier is not None:
-            return self._slow(call, decision, buckets)
-        if given is None and not self._preferred:  # another strategy may look at more than the counts
-            buckets.remember(call, plan)
-        return plan.run(call)
-
-    def _slow(self, call: Call, d: Decision, buckets: Buckets) -> Any:
-        """Everything but a plain replay: eager, the first two calls of a bucket, and shadowed replays."""
-        place = (call.key, d.bucket, d.requests)
-        if d.bucket is None or d.strategy == EAGER:
-            return self._fall_back(call, d.reason)
-        if place in buckets.failed:
-            return self._fall_back(call, buckets.failed[place])
-        if call.key not in buckets.variants and len(buckets.variants) >= self._max_variants:
-            return self._fall_back(call, "too many variants")
-        recorder = buckets.recorder
-        with recorder.lock:
-            plan = buckets.plans.get(place)
-            strategy = self._by_name[d.strategy]
-            if plan is not None:
-                return plan.run(call) if self._verifier is None else self._verifier.run(call, plan, recorder, strategy)
-            self.module.check(recorder.device.torch_device)
-            if place not in buckets.warmed or not may_capture():
-                answer = buckets.warm(call, d.bucket, d.requests, call.ctx, strategy).give(call.tokens, call.requests)
-                answer = Lease(answer, None) if self._lease else answer
-            elif not self._affordable(d.bucket, buckets):
-                return self._fall_back(call, OVER_BUDGET)
-            else:
-                try:
-                    answer = buckets.record(call, d.bucket, d.requests, call.ctx, strategy)
-                except CaptureFailed:
-                    return self._fall_back(call, FAILED)
-                self._keep_to_budget(place, buckets)
-            call.write_back()
-            self._counters.served(d.bucket, call.tokens)
-            return answer
-
-    def _affordable(self, bucket: int, buckets: Buckets) -> bool:
-        """Whether a lazy capture is predicted to stay within the memory budget."""
-        if self.budget is None:
-            return True
-        graphs = len(buckets.plans)
-        cost = self.budget.predict(bucket, buckets.cost(), graphs, graphs + 1)
-        if cost.total > self.budget.limit:
-            self.over_budget(bucket, cost)
-        return cost.total <= self.budget.limit
-
-    def _keep_to_budget(self, place: Place, buckets: Buckets) -> None:
-        """Drop a lazily captured bucket that took more than was predicted."""
-        if self.budget is not None and place[1] is not None:
-            cost = buckets.cost()
-            if cost.total > self.budget.limit:
-                buckets.drop([place])
-                self.over_budget(place[1], cost)
-            else:
-                self.budget.observe(place[1], cost)
-
-    def over_budget(self, bucket: int, cost: Cost) -> None:
-        """Leave out a bucket that doesn't fit the memory budget, and say so. Longer buckets serve its calls, if any."""
-        assert self.budget is not None
-        self.admission = replace(self.admission, left_out={**self.admission.left_out, bucket: OVER_BUDGET})
-        if self._buckets is not None:
-            self._buckets.routes.clear()
-        log.warning(
-            "segue: bucket %s is left out: graphs would take %s, and memory_budget is %s",
-            bucket,
-            cost,
-            mib(self.budget.limit),
-        )
+        decision = self._decide(call, given, route[3])
+        if decision.bucket is None or decision.strategy == EAGER:
+            return self._fall_back(call, decision.reason)
+        captured = buckets.find(call, decision)
+        if captured is not None:
+            buckets.remember(route, captured)
+            return captured.run(call)
+        try:
+            return buckets.serve(call, decision)
+        except RunsEager as e:
+            reason = e.reason
+        return self._fall_back(call, reason)
 
     def _fall_back(self, call: Call, reason: str) -> Any:
         if self._strict:
@@ -348,47 +295,78 @@ class GraphRunner:
         answer = run_eager(self._binder, call)
         return Lease(answer, None) if self._lease else answer
 
-    def _decide(self, call: Call, given: Decision | None) -> Decision:
+    def _strategy_for(self, call: Call) -> str:
+        """The name of the first strategy that takes the call."""
+        return next((s.name for s in self.strategies[:-1] if s.takes(call)), self._last)
+
+    def _decide(self, call: Call, given: Decision | None, strategy: str | None) -> Decision:
         if given is not None:
             self.admission.check(given, call.tokens, call.requests)
             return given
-        strategy = next(s.name for s in self.strategies if s.takes(call)) if self._preferred else None
         return self.admission.decide(call.tokens, call.requests, strategy)
 
     def _open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Buckets:
         if self._closed:
             raise UsageError("this runner was closed; its graphs are gone. Make a new one")
         with self._opening:
-            return self._buckets or self._place((*args, *kwargs.values()))
+            return self._buckets or self._settle((*args, *kwargs.values()))
 
     def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Buckets:
         buckets = self._open(args, kwargs)
-        self.module.check(buckets.recorder.device.torch_device)
+        self.guard.check(buckets.recorder.device.torch_device)
         return buckets
 
-    def _place(self, values: Iterable[Any]) -> Buckets:
+    def _settle(self, values: Iterable[Any]) -> Buckets:
         """Settle the device (the one asked for, the module's, or that of the first call's tensors) and begin without
         graphs.
         """
         asked: Any = self._asked
         if asked is None:
-            asked = self._pool.device if self._pool is not None else self.module.device
+            asked = self._pool.device if self._pool is not None else self.guard.device
         tensors = [t for v in values for _, t, _ in take_apart(v).leaves if isinstance(t, Tensor)]
         device = devices.resolve(asked, sorted(tensors, key=lambda t: t.device.type == "cpu"))
-        self.module.check_place(device.torch_device)
-        pool = self._pool or (device.default_pool() if self.budget is None else device.new_pool())
+        self.guard.check_place(device.torch_device)
+        pool = self._pool or (device.default_pool() if self._budget is None else device.new_pool())
         self._binder = Binder(self.fn, self.inputs)
         self._binder.place(device.torch_device)
         self._read = self._binder.read
         outputs = Outputs(*self._output_dims, self._binder.label)
-        recorder = Recorder(
+        recorder = BucketRecorder(
             self.fn, self._binder, outputs, self._counters, device, pool, self._stream, self.ladder, self.request_ladder
         )
-        self.admission = replace(self.admission, left_out={})
-        if self.budget is not None:
-            self.budget.seen.clear()
-        self._buckets = Buckets(recorder, self._lease, self._retry)
+        self._left_out.clear()
+        if self._budget is not None:
+            self._budget.seen.clear()
+        self._buckets = Buckets(
+            recorder,
+            self.guard,
+            {s.name: s for s in self.strategies},
+            self._left_out,
+            self._budget,
+            lease=self._lease,
+            retry=self._retry,
+            most_variants=self._max_variants,
+            verifier=self._verifier,
+        )
         return self._buckets
+
+    def _precapture(self, buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any) -> CaptureSummary:
+        if self.disabled:
+            log.info("SEGUE=off: nothing is captured, every call runs eager")
+            return CaptureSummary((), 0, 0, 0.0, Cost(0, 0))
+        call = example_call(buckets.recorder.binder, args, kwargs, ctx)
+        session = Precapture(
+            buckets,
+            call,
+            self.ladder,
+            self.request_ladder,
+            last=self.strategies[-1],
+            context=ctx if call.ctx is None else call.ctx,
+            make_context=self.capture_ctx,
+            state=self.state,
+            progress=self.progress,
+        )
+        return session.run()
 
     def check(self, *args: Any, ctx: Any = None, **kwargs: Any) -> Report:
         """Compare replays with the reference, on private graphs, and name the op and line where they could differ.

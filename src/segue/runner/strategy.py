@@ -42,8 +42,8 @@ class Job:
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Program(Protocol):
-    """A captured forward."""
+class CapturedForward(Protocol):
+    """One bucket's forward, captured."""
 
     @property
     def graphs(self) -> int: ...
@@ -56,7 +56,8 @@ class Program(Protocol):
         """Tensors outside the pool that the graphs write."""
 
     def replay(self, valid_rows: int | None = None) -> None:
-        """Run it on the static inputs. The live context is that of the innermost ``active_forward``."""
+        """Run it on the static inputs, within the pool's turn and in inference mode. The live context is that of the innermost
+        ``active_forward``."""
 
     def close(self) -> None: ...
 
@@ -73,7 +74,7 @@ class Strategy(Protocol):
 
     def takes(self, call: Call) -> bool: ...
 
-    def capture(self, job: Job) -> Program: ...
+    def capture(self, job: Job) -> CapturedForward: ...
 
 
 class Breakable:
@@ -84,7 +85,7 @@ class Breakable:
     def takes(self, call: Call) -> bool:
         return True
 
-    def capture(self, job: Job) -> Program:
+    def capture(self, job: Job) -> CapturedForward:
         """Run the forward once for real while recording it.
 
         Raises:
@@ -104,12 +105,12 @@ class Breakable:
                 capture.at_end(job.arrived(job.forward()))
             finally:
                 job.launched = capture.graphs > 0
-        return _Captured(capture)
+        return _CapturedProgram(capture)
 
 
-class _Captured:
+class _CapturedProgram:
     def __init__(self, capture: BreakableCapture) -> None:
         self._capture = capture
         self.graphs, self.breaks = capture.graphs, capture.breaks
         self.writes = [e.tensor for e in capture.externals if e.written]
-        self.replay, self.close = capture.replay, capture.close
+        self.replay, self.close = capture.replay_in_turn, capture.close

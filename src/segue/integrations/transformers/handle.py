@@ -25,8 +25,8 @@ from segue.integrations.transformers.decoder_calls import Call, Reader
 from segue.integrations.transformers.forward_patch import ForwardPatch
 from segue.integrations.transformers.module_snapshot import ModuleSnapshot
 from segue.prime.prime_strategy import PrimeStrategy
-from segue.runner import Breakable, GraphRunner, Input, Job, Ladder, Program
-from segue.runner.memory import mib
+from segue.runner import Breakable, CapturedForward, GraphRunner, Input, Job, Ladder
+from segue.runner.memory_budget import mib
 from segue.runner.progress import Progress
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Accelerated(Handle):
         with self._one_at_a_time, torch.inference_mode():
             x = self._decoder.get_input_embeddings()(ids)[0]
             self._runner.capture(x, ids[0], ctx=self._capture_context(1))
-            if self._prime is not None and not self._runner.off:
+            if self._prime is not None and not self._runner.disabled:
                 self._capture_primes(self._prime, x)
 
     def recapture(self) -> None:
@@ -278,7 +278,7 @@ class _Counting(Breakable):
     def __init__(self) -> None:
         self.captured: dict[int, tuple[int, int]] = {}
 
-    def capture(self, job: Job) -> Program:
+    def capture(self, job: Job) -> CapturedForward:
         program = super().capture(job)
         self.captured[job.tokens] = (program.graphs, program.breaks)
         return program

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from segue.runner.memory import mib
+from segue.runner.memory_budget import mib
 
 if TYPE_CHECKING:
     from segue.integrations.transformers.base_handle import Handle
