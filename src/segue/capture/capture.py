@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -84,7 +84,7 @@ class BreakableCapture:
     @staticmethod
     def current() -> BreakableCapture | None:
         """The capture whose ``with`` this thread is in, or None."""
-        return state.capture
+        return cast("BreakableCapture | None", state.capture)
 
     @property
     def segments(self) -> list[Callable[[], None]]:

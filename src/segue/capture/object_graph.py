@@ -1,12 +1,16 @@
-"""Where what a function reads is held: a name for each tensor that is reachable from it."""
+"""What an object holds by name, and where: the one walk over the user's objects that everything here shares.
+
+Externals are named by it, plain values that a forward changes are found by it, and modules that a function reaches.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,16 +19,57 @@ from segue import _torch
 from segue.capture.context_paths import globals_of, is_plain, slots
 
 _LIBRARIES = {"torch", "segue", *sys.stdlib_module_names}
+_OPAQUE = {"torch", "segue", "builtins", "functools", "logging", "threading", "_thread"}  # whose objects hold no state of a model
 _HELD_BY_CLASSES = (Tensor, torch.nn.Module, dict, list)
-_DEPTH = 4  # of containers and plain objects; submodules are followed to the end
+_PLAIN = (bool, int, float, str)
+_DEPTH = 6  # of containers and plain objects; submodules are followed to the end
 _MOST = 50_000  # objects looked at: names are a service, and a capture must not walk the whole process for them
 
 
-class Place:
-    """Where something is held: ``holder[key]``, or ``holder.key`` where the holder isn't a dict, list or tuple.
+class Held(NamedTuple):
+    """Something held by name: ``holder[key]``, or ``holder.key`` where the holder isn't a dict, list or tuple.
 
-    ``within``: the place of the holder, so that a place has a path from the root.
+    ``text``: how that is said after the name of whoever holds it, as in ``.weight``.
     """
+
+    holder: Any
+    key: Any
+    value: Any
+    text: str
+
+
+def held_by(obj: Any) -> Iterator[Held]:
+    """Everything that an object holds by name: attributes, items, closure cells, defaults, and the globals it reads."""
+    if isinstance(obj, torch.nn.Module):
+        for table in (obj._parameters, obj._buffers, obj._modules):
+            yield from (Held(table, k, v, f".{k}") for k, v in list(table.items()))
+        yield from (Held(obj.__dict__, k, v, f".{k}") for k, v in list(obj.__dict__.items()) if not k.startswith("_"))
+    elif isinstance(obj, MethodType):
+        yield Held(obj, "__self__", obj.__self__, "")
+        yield Held(obj, "__func__", obj.__func__, "")
+    elif isinstance(obj, functools.partial):
+        yield Held(obj, "func", obj.func, "")
+        yield from (Held(obj.args, i, v, f"[{i}]") for i, v in enumerate(obj.args))
+        yield from (Held(obj.keywords, k, v, f".{k}") for k, v in list(obj.keywords.items()))
+    elif isinstance(obj, FunctionType):
+        yield from _held_by_function(obj)
+    elif isinstance(obj, dict):
+        yield from (Held(obj, k, v, f"[{k!r}]") for k, v in list(obj.items()))
+    elif isinstance(obj, list | tuple):
+        yield from (Held(obj, i, v, f"[{i}]") for i, v in enumerate(obj))
+    elif isinstance(obj, type):
+        yield from (Held(obj, k, v, f".{k}") for k, v in list(vars(obj).items()) if isinstance(v, _HELD_BY_CLASSES))
+    else:
+        own = getattr(obj, "__dict__", None)
+        if isinstance(own, dict):
+            yield from (Held(own, k, v, f".{k}") for k, v in list(own.items()))
+        for name in slots(type(obj)):
+            if not name.startswith("__") and hasattr(obj, name):
+                yield Held(obj, name, getattr(obj, name), f".{name}")
+
+
+class Place:
+    """Where something is held, with the place of its holder, so that a place has a path from the root."""
 
     __slots__ = ("holder", "key", "name", "subscript", "within")
 
@@ -33,17 +78,53 @@ class Place:
         self.subscript = isinstance(holder, dict | list | tuple)
 
     def get(self) -> Any:
+        """What is there now; None if nothing is."""
         try:
             return self.holder[self.key] if self.subscript else getattr(self.holder, self.key)
         except (KeyError, IndexError, AttributeError, ValueError):
             return None
 
 
-class Places:
-    """The place of each storage that is reachable from ``root``, the first one found. None has none.
+def walk(root: Any, name: str = "", enter: Callable[[Any], bool] | None = None) -> Iterator[tuple[Place, Any]]:
+    """``(place, value)`` of everything that ``root`` reaches by name.
 
-    The walk takes milliseconds, so it may be done ahead of captures: a place counts while that storage is still there, and
-    who misses one looks again.
+    Submodules are followed to the end, other objects some levels deep. Plain values and tensors are given and not entered,
+    neither are libraries. ``enter``: which of the others are, beside modules; by default all.
+    """
+    seen: dict[int, Any] = {}  # by id, and held, since the id of what is made anew at each look would be given out again
+    stack: list[tuple[Any, str, int, Place | None]] = [(root, name or _name_of(root), _DEPTH, None)]
+    while stack and len(seen) < _MOST:
+        obj, label, depth, within = stack.pop()
+        if id(obj) in seen or depth < 0:
+            continue
+        seen[id(obj)] = obj
+        for holder, key, value, text in held_by(obj):
+            place = Place(holder, key, label + text, within)
+            yield place, value
+            if isinstance(value, Tensor) or (is_plain(value) and not isinstance(value, FunctionType | type)):
+                continue
+            if isinstance(value, torch.nn.Module):
+                stack.append((value, place.name, _DEPTH, place))
+            elif not _is_library(value) and (enter is None or enter(value)):
+                stack.append((value, place.name, depth - 1, place))
+
+
+def reached(root: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that ``root`` reaches, with its name, and the root itself. Objects of libraries are not entered."""
+    yield name or _name_of(root), root
+    yield from ((place.name, value) for place, value in walk(root, name, is_users))
+
+
+def plain_values(root: Any, name: str = "") -> dict[str, Any]:
+    """Numbers and strings by name: attributes, items, closure cells, and globals that a function uses."""
+    return {label: value for label, value in reached(root, name) if value.__class__ in _PLAIN}
+
+
+class Places:
+    """The place of each storage that is reachable from ``root``, the first one found. Without a root there is none.
+
+    The walk takes milliseconds, so it may be done ahead of captures. A place counts only while the storage is still held
+    there; whoever doesn't find one may have it looked for again.
 
     ``compiled``: whether compiled code is reachable.
     """
@@ -54,7 +135,14 @@ class Places:
 
     def look_again(self) -> None:
         """Walk once more."""
-        self._found, self.compiled = _walk(self._root) if self._root is not None else ({}, False)
+        self._found: dict[int, Place] = {}
+        self.compiled = self._root is not None and _is_compiled(self._root)
+        for place, value in walk(self._root) if self._root is not None else ():
+            if isinstance(value, Tensor):
+                if _torch.address(value):
+                    self._found.setdefault(_torch.storage_key(value), place)
+            else:
+                self.compiled = self.compiled or _is_compiled(value)
 
     def of(self, t: Tensor) -> Place | None:
         """Where ``t``'s memory is held, if it is."""
@@ -70,27 +158,46 @@ class Places:
                 yield t
 
 
-def _walk(root: Any) -> tuple[dict[int, Place], bool]:
-    found: dict[int, Place] = {}
-    compiled = False
-    seen: dict[int, Any] = {}  # by id, and held, since the id of what is made anew at each look would be given out again
-    stack: list[tuple[Any, str, int, Place | None]] = [(root, getattr(root, "__name__", type(root).__name__), _DEPTH, None)]
-    while stack and len(seen) < _MOST:
-        value, name, depth, within = stack.pop()
-        if id(value) in seen or depth < 0:
-            continue
-        seen[id(value)] = value
-        compiled = compiled or _is_compiled(value)
-        for holder, key, child, text in _held(value):
-            place = Place(holder, key, f"{name}{text}", within)
-            if isinstance(child, Tensor):
-                if _torch.address(child):
-                    found.setdefault(_torch.storage_key(child), place)
-            elif isinstance(child, torch.nn.Module):
-                stack.append((child, place.name, _DEPTH, place))
-            elif not is_plain(child) or isinstance(child, FunctionType | type):
-                stack.append((child, place.name, depth - 1, place))
-    return found, compiled
+def _held_by_function(fn: FunctionType) -> Iterator[Held]:
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
+        if isinstance(cell, CellType) and (content := _content(cell)) is not None:
+            yield Held(cell, "cell_contents", content, f": {name}")
+    for i, default in enumerate(fn.__defaults__ or ()):
+        yield Held(fn.__defaults__, i, default, f" default {i}")
+    yield from (Held(fn.__kwdefaults__, name, v, f" default {name}") for name, v in (fn.__kwdefaults__ or {}).items())
+    for name in globals_of(fn.__code__):
+        if name in fn.__globals__:
+            yield Held(fn.__globals__, name, fn.__globals__[name], f": {name}")
+    if (wrapped := getattr(fn, "__wrapped__", None)) is not None:
+        yield Held(fn, "__wrapped__", wrapped, "")
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _is_library(value: Any) -> bool:
+    """Modules, builtins, and functions and classes of torch or Python: they hold nothing of the captured function's."""
+    if isinstance(value, ModuleType | BuiltinFunctionType):
+        return True
+    return isinstance(value, type | FunctionType) and _is_of(value, _LIBRARIES)
+
+
+def is_users(value: Any) -> bool:
+    """A container, a function, or an object of the user's own. Classes hold values of all their objects, so they are left out."""
+    if isinstance(value, type):
+        return False
+    if isinstance(value, dict | list | tuple | MethodType | functools.partial):
+        return True
+    return not _is_of(value if isinstance(value, FunctionType) else type(value), _OPAQUE) or dataclasses.is_dataclass(value)
+
+
+def _is_of(value: Any, packages: Collection[str]) -> bool:
+    home = getattr(value, "__module__", None)
+    return isinstance(home, str) and home.partition(".")[0] in packages
 
 
 def _is_compiled(value: Any) -> bool:
@@ -100,58 +207,5 @@ def _is_compiled(value: Any) -> bool:
     return "_torchdynamo_orig_callable" in held and not held.get("_torchdynamo_disable", False)
 
 
-def _held(value: Any) -> Iterator[tuple[Any, Any, Any, str]]:
-    """``(holder, key, child, how to say it)`` for everything that an object holds by name."""
-    if isinstance(value, torch.nn.Module):
-        for table in (value._parameters, value._buffers, value._modules):
-            yield from ((table, k, v, f".{k}") for k, v in table.items() if v is not None)
-        yield from ((value.__dict__, k, v, f".{k}") for k, v in list(value.__dict__.items()) if not k.startswith("_"))
-    elif isinstance(value, MethodType):
-        yield value, "__self__", value.__self__, ""
-        yield value, "__func__", value.__func__, ""
-    elif isinstance(value, functools.partial):
-        yield value, "func", value.func, ""
-        yield from ((value.args, i, v, f"[{i}]") for i, v in enumerate(value.args))
-        yield from ((value.keywords, k, v, f".{k}") for k, v in value.keywords.items())
-    elif isinstance(value, FunctionType):
-        yield from _held_by_function(value)
-    elif isinstance(value, dict):
-        yield from ((value, k, v, f"[{k!r}]") for k, v in list(value.items()))
-    elif isinstance(value, list | tuple):
-        yield from ((value, i, v, f"[{i}]") for i, v in enumerate(value))
-    elif isinstance(value, type):
-        yield from ((value, k, v, f".{k}") for k, v in list(vars(value).items()) if isinstance(v, _HELD_BY_CLASSES))
-    else:
-        if isinstance(getattr(value, "__dict__", None), dict):
-            yield from ((value.__dict__, k, v, f".{k}") for k, v in list(value.__dict__.items()))
-        for name in slots(type(value)):
-            if hasattr(value, name):
-                yield value, name, getattr(value, name), f".{name}"
-
-
-def _held_by_function(fn: FunctionType) -> Iterator[tuple[Any, Any, Any, str]]:
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
-        if isinstance(cell, CellType) and (content := _content(cell)) is not None:
-            yield cell, "cell_contents", content, f": {name}"
-    for i, default in enumerate(fn.__defaults__ or ()):
-        yield fn.__defaults__, i, default, f" default {i}"
-    for name in globals_of(fn.__code__):
-        if name in fn.__globals__ and not _is_library(fn.__globals__[name]):
-            yield fn.__globals__, name, fn.__globals__[name], f": {name}"
-    if (wrapped := getattr(fn, "__wrapped__", None)) is not None:
-        yield fn, "__wrapped__", wrapped, ""
-
-
-def _is_library(value: Any) -> bool:
-    """Modules, builtins, and functions and classes of torch or Python: they hold nothing of the captured function's."""
-    if isinstance(value, ModuleType | BuiltinFunctionType):
-        return True
-    home = getattr(value, "__module__", None) if isinstance(value, type | FunctionType) else None
-    return isinstance(home, str) and home.partition(".")[0] in _LIBRARIES
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
+def _name_of(obj: Any) -> str:
+    return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or type(obj).__qualname__)

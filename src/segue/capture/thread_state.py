@@ -5,19 +5,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from segue.capture.allocations import Allocations
-
-if TYPE_CHECKING:
-    from segue.capture.capture import BreakableCapture
-    from segue.devices import Pool
+from segue.devices import Pool
 
 Phase = Literal["segment", "break"]
 
 
+class OpenCapture(Protocol):
+    """A capture as break points and observers see it while its ``with`` lasts."""
+
+    name: str
+
+    @property
+    def graphs(self) -> int:
+        """Segments recorded so far."""
+
+    def run_break(self, spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
+        """End the segment, run the break ``spec`` (a ``BreakSpec``) on real values, begin the next segment."""
+
+
 class _ThreadState(threading.local):
-    capture: BreakableCapture | None = None  # the capture whose `with` this thread is in
+    capture: OpenCapture | None = None  # the capture whose `with` this thread is in
     phase: Phase | None = None  # of that capture
     inside_break: bool = False  # a break is running: at capture, at a replay, or in the reference
     reference: bool = False  # breaks trim and clear, without a capture

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from segue.capture.context_paths import globals_of, slots
-from segue.runner.attributes import is_foreign
+from segue.capture.object_graph import is_users, walk
 
-_MOST = 50_000  # values looked at
-_DEEP = 6  # of containers and plain objects; submodules are followed to the end
 _PLAIN = (bool, int, float, str, type(None))
-_FOREIGN = ("torch", "builtins", "threading", "logging", "segue", "functools", "_thread")
 
 
 class PlainValues:
@@ -29,7 +21,9 @@ class PlainValues:
 
     def __init__(self, root: Any) -> None:
         self._slots = [
-            (holder, key, value) for holder, key, value in _reach(root) if type(value) in _PLAIN and key is not None
+            (place.holder, place.key, value)
+            for place, value in walk(root, enter=is_users)
+            if type(value) in _PLAIN and not isinstance(place.holder, tuple)
         ]
 
     def restore(self) -> None:
@@ -51,12 +45,14 @@ class Contents:
 
     def __init__(self, root: Any) -> None:
         holders: dict[int, Any] = {}
-        self._slots: list[tuple[Any, str, Any]] = []
-        for holder, key, value in _reach(root):
-            if isinstance(holder, dict | list):
-                holders[id(holder)] = holder
-            elif not isinstance(holder, types.CellType):
-                self._slots.append((holder, key, value))
+        self._slots: list[tuple[Any, str, Any]] = []  # of objects with __slots__
+        self._note(root, holders)
+        for place, value in walk(root, enter=is_users):
+            if isinstance(place.holder, dict | list):
+                holders[id(place.holder)] = place.holder
+            elif not isinstance(place.holder, types.CellType | types.MethodType | tuple):
+                self._slots.append((place.holder, place.key, value))
+            self._note(value, holders)
         self._saved = [(holder, holder.copy()) for holder in holders.values()]
 
     def restore(self) -> None:
@@ -70,75 +66,24 @@ class Contents:
         for holder, name, value in self._slots:
             object.__setattr__(holder, name, value)
 
+    def _note(self, value: Any, holders: dict[int, Any]) -> None:
+        """Empty containers are held by nothing that the walk shows."""
+        if isinstance(value, torch.Tensor | type | types.ModuleType | types.FunctionType) or not is_users(value):
+            return
+        for holder in (value, getattr(value, "__dict__", None)):
+            if isinstance(holder, dict | list):
+                holders[id(holder)] = holder
+
 
 _EMPTY: Any = object()
 
 
-def _reach(root: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """``(holder, key, value)`` of everything held by name. Empty containers show with a key of None."""
-    seen: dict[int, Any] = {}  # by id, and held, since the id of what is made anew at each look would be given out again
-    todo: list[tuple[Any, int]] = [(root, 0)]
-    while todo and len(seen) < _MOST:
-        obj, depth = todo.pop()
-        if id(obj) in seen or (depth > _DEEP and not isinstance(obj, torch.nn.Module)):
-            continue
-        seen[id(obj)] = obj
-        for holder, key, value in _children(obj):
-            yield holder, key, value
-            if type(value) not in _PLAIN and not isinstance(value, type | types.ModuleType | Tensor):
-                todo.append((value, depth + 1))
-
-
-def _children(obj: Any) -> Iterator[tuple[Any, Any, Any]]:
-    if isinstance(obj, torch.nn.Module):
-        yield from ((obj.__dict__, k, v) for k, v in list(obj.__dict__.items()) if not k.startswith("_"))
-        yield from ((obj._modules, k, v) for k, v in list(obj._modules.items()))
-    elif isinstance(obj, types.MethodType):
-        yield {}, None, obj.__self__
-        yield {}, None, obj.__func__
-    elif isinstance(obj, functools.partial):
-        yield {}, None, obj.func
-        yield from ((obj.keywords, k, v) for k, v in list(obj.keywords.items()))
-    elif isinstance(obj, types.FunctionType):
-        if not is_foreign(obj.__module__):
-            yield from _of_function(obj)
-    elif isinstance(obj, dict):
-        yield obj, None, None
-        yield from ((obj, k, v) for k, v in list(obj.items()))
-    elif isinstance(obj, list):
-        yield obj, None, None
-        yield from ((obj, i, v) for i, v in enumerate(list(obj)))
-    elif isinstance(obj, tuple):
-        yield from (({}, None, v) for v in obj)
-    elif type(obj).__module__.split(".")[0] not in _FOREIGN or dataclasses.is_dataclass(obj):
-        if isinstance(own := getattr(obj, "__dict__", None), dict):
-            yield own, None, None
-            yield from ((own, k, v) for k, v in list(own.items()))
-        names = (name for name in slots(type(obj)) if not name.startswith("__"))
-        yield from ((obj, name, getattr(obj, name)) for name in names if hasattr(obj, name))
-
-
-def _of_function(fn: types.FunctionType) -> Iterator[tuple[Any, Any, Any]]:
-    for cell in fn.__closure__ or ():
-        if (value := _cell(cell)) is not _EMPTY:
-            yield cell, "cell_contents", value
-    for name in globals_of(fn.__code__):
-        if name in fn.__globals__:
-            yield fn.__globals__, name, fn.__globals__[name]
-    if isinstance(wrapped := getattr(fn, "__wrapped__", None), types.FunctionType):
-        yield {}, None, wrapped
-
-
 def _now(holder: Any, key: Any) -> Any:
     if isinstance(holder, types.CellType):
-        return _cell(holder)
+        try:
+            return holder.cell_contents
+        except ValueError:
+            return _EMPTY
     if isinstance(holder, list):
         return holder[key] if key < len(holder) else _EMPTY
     return holder.get(key, _EMPTY) if isinstance(holder, dict) else getattr(holder, key, _EMPTY)
-
-
-def _cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _EMPTY

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from segue.capture import active_forward, current_forward_ctx, reference_frame
 from segue.capture.break_points import Break
+from segue.capture.object_graph import plain_values
 from segue.capture.op_watch import observing
 from segue.check.frozen import Recorded
 from segue.check.oplog import FLOATS, Keep, OpLog, Trace
@@ -19,7 +20,6 @@ from segue.check.outcome import Outcome, Value, outputs_of, state_of, whole
 from segue.check.restore import Contents, PlainValues
 from segue.check.trial_calls import Case, perturb_tails, with_tensors
 from segue.devices import Pool
-from segue.runner.attributes import plain_values
 from segue.runner.bucket_recorder import synthetic
 from segue.runner.calls import Call
 from segue.runner.captured_bucket import CapturedBucket

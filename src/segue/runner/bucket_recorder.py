@@ -14,10 +14,10 @@ from torch import Tensor
 
 from segue.capture import active_forward, current_forward_ctx, reference_frame
 from segue.capture.isolation import one_capture
+from segue.capture.object_graph import reached
 from segue.capture.thread_state import state
 from segue.devices import Device, Pool
 from segue.errors import CaptureError
-from segue.runner.attributes import reached
 from segue.runner.calls import Binder, Call
 from segue.runner.captured_bucket import CapturedBucket
 from segue.runner.fixed_shapes import FixedShapes

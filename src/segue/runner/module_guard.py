@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from segue.capture.object_graph import reached
 from segue.errors import InputError, UsageError
-from segue.runner.attributes import reached
 
 _in_training = itemgetter("training")
 _requires_grad = attrgetter("requires_grad")

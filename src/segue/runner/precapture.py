@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from segue import _torch
+from segue.capture.object_graph import plain_values
 from segue.errors import UsageError
-from segue.runner.attributes import plain_values
 from segue.runner.bucket_recorder import collect_garbage, example_rows, synthetic
 from segue.runner.buckets import Buckets, RunsEager
 from segue.runner.calls import Binder, Call
