@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,23 +53,13 @@ class Allocations(_torch.WatchingMode):
             return result
         writes = _torch.written_arguments(func)
         if writes[0]:
-            self._written.update(map(_torch.address, _tensors(_torch.written(writes, args, kwargs))))
-        made = [(a, t) for t in _tensors((result,)) if (a := _torch.address(t)) and not self._lives(a)]
+            self._written.update(map(_torch.address, _torch.tensors(_torch.written(writes, args, kwargs), {})))
+        made = [(a, t) for t in _torch.tensors((result,), {}) if (a := _torch.address(t)) and not self._lives(a)]
         if made:
-            given = {_torch.address(t) for t in _tensors((*args, *kwargs.values()))}
+            given = {_torch.address(t) for t in _torch.tensors(args, kwargs)}
             self._storages.update((a, weakref.ref(t.untyped_storage())) for a, t in made if a not in given)
         return result
 
     def _lives(self, address: int) -> bool:
         storage = self._storages.get(address)
         return storage is not None and storage() is not None
-
-
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    found = []
-    for v in values:
-        if isinstance(v, Tensor):
-            found.append(v)
-        elif isinstance(v, list | tuple):
-            found.extend(t for t in v if isinstance(t, Tensor))
-    return found

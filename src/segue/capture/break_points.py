@@ -16,11 +16,14 @@ from segue import _source_lines, _torch
 from segue.capture.arguments import BoundArguments, of_context
 from segue.capture.context_paths import ContextMap, getter, is_plain, show
 from segue.capture.handoff import Allocate, Handoff, first_result, token_dimension, zeros_on
-from segue.capture.nested import Branch, OnLeaf, StructureChanged, Take, leaves, parts_of, settle
+from segue.capture.nested import Branch, StructureChanged, Take, leaves, parts_of, take_apart
 from segue.capture.op_watch import OpWatch
 from segue.capture.thread_state import state
 from segue.capture.views import cut_rows
 from segue.errors import CaptureError, ReplayError, UsageError
+
+OnLeaf = Callable[[Any, str, int | None], tuple[Take, Any]]  # value, path, token dimension: what takes it, and what stands for it
+Opaque = Callable[[Any], bool] | None
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -259,7 +262,7 @@ class Break:
             self._clears.append(Handoff(t, dim, path, self.where))
             return self._clears[-1].accept, t
 
-        self._take, _ = self._walk(destination, on_leaf, lambda _: False)
+        self._take, _ = self._walk(destination, on_leaf, None)
         self._accept(result)
         for handoff in self._clears:
             self._weaken(handoff)
@@ -268,9 +271,9 @@ class Break:
         if self._op_watch is not None and self._op_watch.pool.owns(handoff.buffer):
             handoff.weaken()
 
-    def _walk(self, value: Any, on_leaf: OnLeaf, opaque: Callable[[Any], bool]) -> tuple[Take, Any]:
+    def _walk(self, value: Any, on_leaf: OnLeaf, opaque: Opaque) -> tuple[Take, Any]:
         try:
-            return settle(value, self.spec.token_dim, on_leaf, opaque)
+            return _settled(value, self.spec.token_dim, on_leaf, opaque)
         except ValueError as e:
             raise UsageError(f"{self.where}: {e}") from None
 
@@ -295,6 +298,13 @@ class Break:
                 )
 
         return check
+
+
+def _settled(value: Any, token_dims: Any, on_leaf: OnLeaf, opaque: Opaque) -> tuple[Take, Any]:
+    """What takes a structure at replay, and what stands in its place now, from the same two of each leaf."""
+    tree = take_apart(value, token_dims, "result", opaque)
+    done = [on_leaf(leaf, path, dim) for path, leaf, dim in tree.leaves]
+    return tree.takes(take for take, _ in done), tree.build(new for _, new in done)
 
 
 def _in_order(ordered: Callable[[Callable[[], Any]], tuple[Any, bool]], fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -363,7 +373,7 @@ def _fill(into: Any, result: Any, label: str) -> None:
 
     with torch.no_grad():
         try:
-            settle(into, None, on_leaf, lambda _: False)[0](result)
+            _settled(into, None, on_leaf, None)[0](result)
         except StructureChanged as e:
             raise UsageError(f"break {label}: {e.path} is {e.found}; its destination is {e.expected}") from None
 

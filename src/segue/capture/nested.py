@@ -12,7 +12,6 @@ import torch
 TokenDims = Any  # int, None, or a structure of them: by position, key or field
 Take = Callable[[Any], None]  # accepts a value at replay, or raises
 Build = Callable[[Iterator[Any]], Any]
-OnLeaf = Callable[[Any, str, int | None], tuple[Take, Any]]
 
 
 class StructureChanged(Exception):
@@ -26,62 +25,55 @@ class StructureChanged(Exception):
 class Branch:
     """A container at a place of a structure: at replay it must have the same type and keys, and its children are taken."""
 
-    __slots__ = ("_children", "_keys", "_path", "_type")
+    __slots__ = ("_keys", "_path", "_type", "children")
 
-    def __init__(self, value: Any, children: list[Take], path: str) -> None:
-        self._type, self._children, self._path = type(value), children, path
-        self._keys = [key for key, _ in parts_of(value) or ()]
+    def __init__(self, kind: type, keys: list[Any], children: list[Take], path: str) -> None:
+        self._type, self._keys, self.children, self._path = kind, keys, children, path
 
     def __call__(self, value: Any) -> None:
         parts = parts_of(value) if type(value) is self._type else None
         if parts is None or [key for key, _ in parts] != self._keys:
             raise StructureChanged(self._path, _outline(value, parts), f"a {self._type.__qualname__} of {self._keys}")
-        for take, (_, child) in zip(self._children, parts, strict=True):
+        for take, (_, child) in zip(self.children, parts, strict=True):
             take(child)
-
-
-def settle(
-    value: Any, token_dims: TokenDims, on_leaf: OnLeaf, opaque: Callable[[Any], bool], path: str = "result"
-) -> tuple[Take, Any]:
-    """Walk a structure once. ``on_leaf(leaf, path, token_dim)`` gives, for each leaf, what takes it at replay and what stands
-    in its place now; returned are the same two for the whole. Values that are ``opaque`` are leaves whatever they contain.
-
-    Raises:
-        ValueError: ``token_dims`` is a structure that doesn't match.
-    """
-    parts = None if opaque(value) else parts_of(value)
-    if parts is None:
-        if token_dims is not None and not isinstance(token_dims, int):
-            raise ValueError(f"token_dim gives {token_dims!r} for {path}, which is one value")
-        return on_leaf(value, path, token_dims)
-    keys = [key for key, _ in parts]
-    done = [
-        settle(child, _dim_of(token_dims, key, len(parts), path), on_leaf, opaque, path + _step(value, key))
-        for key, child in parts
-    ]
-    return Branch(value, [take for take, _ in done], path), around(value, keys)([new for _, new in done])
 
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """A structure taken apart. ``leaves``: (path, value, dimension) in order. ``build``: the same containers around an
-    iterator's values; it holds none of the old ones. ``outline``: the containers alone, comparable with ``==``.
+    """A structure taken apart, which holds none of the containers it came from.
+
+    ``leaves``: (path, value, dimension) in order. ``build``: the same containers around an iterator's values. ``takes``: what
+    accepts such a structure at replay, from what accepts each leaf. ``outline``: the containers alone, comparable with ``==``.
     """
 
     leaves: list[tuple[str, Any, int | None]]
     build: Build
+    takes: Callable[[Iterator[Take]], Take]
     outline: Any
 
 
-def take_apart(value: Any, dims: TokenDims = None, path: str = "output") -> Tree:
-    """Walk tuples, lists, mappings (``ModelOutput`` too) and dataclasses. Everything else is a leaf.
+def take_apart(value: Any, dims: TokenDims = None, path: str = "output", opaque: Callable[[Any], bool] | None = None) -> Tree:
+    """Walk tuples, lists, mappings (``ModelOutput`` too) and dataclasses once. Everything else is a leaf.
+
+    ``opaque``: which values are leaves whatever they contain.
 
     Raises:
         ValueError: ``dims`` is a structure that doesn't match.
     """
-    found: list[tuple[str, Any, int | None]] = []
-    build, outline = _walk(value, dims, path, found)
-    return Tree(found, build, outline)
+    parts = None if opaque is not None and opaque(value) else parts_of(value)
+    if parts is None:
+        if dims is not None and not isinstance(dims, int):
+            raise ValueError(f"token_dim gives {dims!r} for {path}, which is one value")
+        return Tree([(path, value, dims)], next, next, isinstance(value, torch.Tensor))
+    keys, kind = [key for key, _ in parts], type(value)
+    trees = [take_apart(child, _dim_of(dims, k, len(parts), path), path + _step(value, k), opaque) for k, child in parts]
+    make = around(value, keys)
+    return Tree(
+        [leaf for tree in trees for leaf in tree.leaves],
+        lambda values: make([tree.build(values) for tree in trees]),
+        lambda takes: Branch(kind, keys, [tree.takes(takes) for tree in trees], path),
+        (kind, tuple(keys), tuple(tree.outline for tree in trees)),
+    )
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -132,25 +124,6 @@ def around(value: Any, keys: Sequence[Any]) -> Callable[[list[Any]], Any]:
         return new
 
     return record
-
-
-def _walk(value: Any, dims: TokenDims, path: str, found: list[tuple[str, Any, int | None]]) -> tuple[Build, Any]:
-    parts = parts_of(value)
-    if parts is None:
-        if dims is not None and not isinstance(dims, int):
-            raise ValueError(f"{dims!r} is given for {path}, which is one value")
-        found.append((path, value, dims))
-        return next, isinstance(value, torch.Tensor)
-    keys = [key for key, _ in parts]
-    walked = [
-        _walk(child, _dim_of(dims, key, len(parts), path), path + _step(value, key), found) for key, child in parts
-    ]
-    make, builds = around(value, keys), [build for build, _ in walked]
-    return (lambda values: make([build(values) for build in builds])), (
-        type(value),
-        tuple(keys),
-        tuple(o for _, o in walked),
-    )
 
 
 def _dim_of(token_dims: TokenDims, key: Any, count: int, path: str) -> TokenDims:

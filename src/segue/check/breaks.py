@@ -17,7 +17,7 @@ def handoffs(step: Break) -> Iterator[Handoff]:
     while todo:
         take = todo.pop()
         if isinstance(take, Branch):
-            todo.extend(take._children)
+            todo.extend(take.children)
         elif isinstance(owner := getattr(take, "__self__", None), Handoff):
             yield owner
 

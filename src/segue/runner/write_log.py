@@ -10,15 +10,16 @@ from torch import Tensor
 
 from segue import _source_lines, _torch
 from segue.capture import is_breakable_capture_active
+from segue.capture.allocations import Allocations
 from segue.errors import UsageError
 
 LIMIT = 1 << 30  # bytes
 
 
-class WriteLog(_torch.WatchingMode):
+class WriteLog(Allocations):
     """Watches the ops of this thread and copies the storage of every external tensor before its first write.
 
-    A tensor made by a watched op is internal. Ops of a segment being recorded pass: nothing executes there, and the
+    Memory that a watched op made is internal. Ops of a segment being recorded pass: nothing executes there, and the
     warm-up has written the same tensors. Memory is known by its address, since an alias may be a storage of its own.
 
     Args:
@@ -31,22 +32,15 @@ class WriteLog(_torch.WatchingMode):
         super().__init__()
         self._internal, self._limit, self._bytes = internal, limit, 0
         self._saved: dict[int, tuple[Any, Tensor]] = {}
-        self._made: set[int] = set()
         for t in state:
             self._save(t)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if not is_breakable_capture_active():
-            for value in _torch.written(_torch.written_arguments(func), args, kwargs):
-                for t in value if isinstance(value, list | tuple) else (value,):
-                    if isinstance(t, Tensor) and _torch.address(t):
-                        self._before_write(t, func)
-        result = func(*args, **kwargs)
-        for t in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(t, Tensor) and _torch.address(t):
-                self._note(t, (*args, *kwargs.values()))
-        return result
+            for t in _torch.tensors(_torch.written(_torch.written_arguments(func), args, kwargs or {}), {}):
+                if _torch.address(t):
+                    self._before_write(t, func)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def put_back(self) -> None:
         """Restore every storage that was written."""
@@ -56,7 +50,7 @@ class WriteLog(_torch.WatchingMode):
 
     def _before_write(self, t: Tensor, func: Any) -> None:
         address, nbytes = _torch.storage_span(t)
-        if not nbytes or address in self._saved or address in self._made or self._internal(t):
+        if not nbytes or address in self._saved or self.has(t) or self._internal(t):
             return
         if self._bytes + nbytes > self._limit:
             raise UsageError(
@@ -71,16 +65,6 @@ class WriteLog(_torch.WatchingMode):
         storage = t.untyped_storage()
         with torch.inference_mode(False), torch.no_grad():
             self._saved[storage.data_ptr()] = storage, _bytes_of(storage, t.device).clone()
-
-    def _note(self, t: Tensor, operands: tuple[Any, ...]) -> None:
-        address = _torch.address(t)
-        if address in self._made or address in self._saved:
-            return
-        for value in operands:
-            for a in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(a, Tensor) and _torch.address(a) == address:
-                    return
-        self._made.add(address)
 
 
 def _bytes_of(storage: Any, device: torch.device) -> Tensor:
