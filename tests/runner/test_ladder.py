@@ -33,6 +33,14 @@ def test_a_geometric_ladder_doubles_by_default():
     assert len(Ladder.geometric(64, ratio=1.01)) <= 64
 
 
+def test_a_relative_ladder_steps_by_an_eighth_within_its_limits():
+    ladder = list(Ladder.relative(2048))
+    assert ladder[:9] == [16, 32, 48, 64, 80, 96, 112, 128, 144] and ladder[-2:] == [1824, 2048]
+    assert all(16 <= b - a <= max(16, a / 8) for a, b in zip(ladder, ladder[1:-1], strict=False))
+    assert max(b - a for a, b in zip(ladder := list(Ladder.relative(20_000)), ladder[1:], strict=False)) == 512
+    assert list(Ladder.relative(9)) == [9] and list(Ladder.relative(40, step=0.5, floor=8)) == [8, 16, 24, 32, 40]
+
+
 def test_multiple_of_rounds_every_bucket_up():
     assert list(Ladder.geometric(100, multiple_of=8)) == [8, 16, 32, 64, 104]
     assert all(b % 6 == 0 for b in Ladder.fit([5, 13, 14, 40], k=2, multiple_of=6))
@@ -49,6 +57,10 @@ def test_multiple_of_rounds_every_bucket_up():
         (lambda: Ladder(["8"]), "bucket '8'"),
         (lambda: Ladder.geometric(0), "max_tokens 0"),
         (lambda: Ladder.geometric(8, ratio=1.0), "ratio=1.0 doesn't grow"),
+        (lambda: Ladder.relative(0), "max_tokens 0"),
+        (lambda: Ladder.relative(64, step=0), "step=0 must be a share above 0"),
+        (lambda: Ladder.relative(64, floor=0), "floor 0"),
+        (lambda: Ladder.relative(64, floor=32, cap=16), "cap=16 is below floor=32"),
         (lambda: Ladder.fit([], 3), "no lengths"),
         (lambda: Ladder.fit([3], 0), "k 0"),
         (lambda: Ladder.fit([3, -1], 1), "length -1"),

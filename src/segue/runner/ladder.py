@@ -47,6 +47,27 @@ class Ladder(Sequence[int]):
         return cls(_round_up(b, step) for b in sizes)
 
     @classmethod
+    def relative(cls, max_tokens: int, step: float = 1 / 8, floor: int = 16, cap: int = 512) -> Ladder:
+        """Buckets that grow by the share ``step`` of their size, so that padding is a small share at any length.
+
+        The first is ``floor``. Each is larger than the one before by ``step`` of it, rounded down to a multiple of ``floor``, at
+        least ``floor`` and at most ``cap`` tokens. ``max_tokens`` is the last one exactly. TokenSpeed steps like this.
+
+        Raises:
+            UsageError: a size that is no positive whole number, ``step`` not above 0, or ``cap`` below ``floor``.
+        """
+        top, least, most = _positive(max_tokens, "max_tokens"), _positive(floor, "floor"), _positive(cap, "cap")
+        if isinstance(step, bool) or not isinstance(step, int | float) or not step > 0:
+            raise UsageError(f"Ladder.relative: step={step!r} must be a share above 0, as in 1/8")
+        if most < least:
+            raise UsageError(f"Ladder.relative: cap={cap} is below floor={floor}, and no step could be both")
+        sizes, size = {top}, least
+        while size < top:
+            sizes.add(size)
+            size += min(most, max(least, int(size * step) // least * least))
+        return cls(sizes)
+
+    @classmethod
     def fit(cls, lengths: Iterable[int], k: int, multiple_of: int = 1) -> Ladder:
         """The at most ``k`` buckets that pad ``lengths`` with the fewest rows in total, the longest length included.
 

@@ -164,17 +164,23 @@ class GraphRunner:
         captured = buckets.routes.get(route)
         return self._serve(call, decision, route, buckets) if captured is None else captured.run(call)
 
-    def admit(self, tokens: int, requests: int = -1) -> Decision:
+    def admit(self, tokens: int, requests: int = -1, strategy: str | None = None) -> Decision:
         """Where a call of ``tokens`` tokens would run, and why. Pure; O(log of the number of buckets).
 
+        Args:
+            requests: -1 where the call has no request axis.
+            strategy: the name of the one that takes the call; by default the last, which serves every call.
+
         Raises:
-            UsageError: a count is no whole number, or negative (``requests=-1``: the call has no request axis).
+            UsageError: a count is no whole number, or negative; or there is no such strategy.
         """
+        if strategy is not None and strategy not in self.admission.strategies:
+            raise UsageError(f"strategy={strategy!r} is none of this runner's: {', '.join(self.admission.strategies)}")
         if tokens.__class__ is not int or tokens < 0:
             tokens = options.whole_number("tokens", tokens, 0)
         if requests != -1:
             requests = options.whole_number("requests", requests, 0)
-        return self.admission.decide(tokens, requests)
+        return self.admission.decide(tokens, requests, strategy)
 
     def explain(self, tokens: int, requests: int = -1) -> str:
         """:meth:`admit` in a sentence, with its numbers, and whether the bucket has a graph."""
