@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -36,8 +36,8 @@ def test_a_geometric_ladder_doubles_by_default():
 def test_a_relative_ladder_steps_by_an_eighth_within_its_limits():
     ladder = list(Ladder.relative(2048))
     assert ladder[:9] == [16, 32, 48, 64, 80, 96, 112, 128, 144] and ladder[-2:] == [1824, 2048]
-    assert all(16 <= b - a <= max(16, a / 8) for a, b in zip(ladder, ladder[1:-1], strict=False))
-    assert max(b - a for a, b in zip(ladder := list(Ladder.relative(20_000)), ladder[1:], strict=False)) == 512
+    assert all(16 <= b - a <= max(16, a / 8) for a, b in pairwise(ladder[:-1]))
+    assert max(b - a for a, b in pairwise(Ladder.relative(20_000))) == 512
     assert list(Ladder.relative(9)) == [9] and list(Ladder.relative(40, step=0.5, floor=8)) == [8, 16, 24, 32, 40]
 
 
