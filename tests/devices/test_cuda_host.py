@@ -13,7 +13,7 @@ import torch
 from segue.devices.cuda import raw
 from segue.devices.cuda.pool import CudaPool
 from segue.devices.cuda.recording import CudaRecording, CudaSegment
-from segue.devices.cuda.side_streams import Seen
+from segue.devices.cuda.side_streams import StreamEdges
 
 
 class Graph:
@@ -33,7 +33,7 @@ def test_of_the_events_a_segment_recorded_those_count_that_somebody_still_holds(
         __slots__ = ()  # no weak reference to it can be made
 
     monkeypatch.setattr(raw, "stream_is_capturing", lambda stream: True)
-    seen, kept, inside = Seen(), Event(), [Event()]
+    seen, kept, inside = StreamEdges(), Event(), [Event()]
     for event in (kept, inside[0], Event()):
         seen.on_record(event, "the capture stream")
     del event
@@ -55,7 +55,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, bool], list[str]
         monkeypatch.setattr(raw, "random_state", lambda device: (7, state[0]))
         monkeypatch.setattr(raw, "plain_launcher", lambda graph, device: (lambda: seen.append("plain"), lambda: None))
         graph: Any = Graph(state, draws)
-        segment = CudaSegment(graph, False, Seen(), 0, own_generator)
+        segment = CudaSegment(graph, False, StreamEdges(), 0, own_generator)
         for _ in range(3):
             segment.launch()
         return seen
@@ -93,7 +93,7 @@ def test_a_turn_that_fails_lets_others_have_theirs(where: str, monkeypatch: pyte
         raise RuntimeError("device lost")
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    device: Any = SimpleNamespace(index=0, torch_device=torch.device("cpu"))
+    device: Any = SimpleNamespace(torch_device=torch.device("cuda", 0))
     pool = CudaPool(device)
     pool._stream = 5
     monkeypatch.setattr(raw, "current_stream", lambda index: 5)

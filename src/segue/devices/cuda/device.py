@@ -9,18 +9,23 @@ from typing import Any
 import torch
 
 from segue.devices.cuda import raw, side_streams
-from segue.devices.cuda.pool import CudaPool, session_books
+from segue.devices.cuda.pool import CudaPool, open_captures
 from segue.devices.cuda.recording import CudaRecording
 from segue.devices.protocol import Traits
 from segue.errors import UsageError
 
 
 class CudaDevice:
-    """One CUDA device."""
+    """The CUDA device with this index.
+
+    Raises:
+        UnsupportedTorchError: this torch lacks a private call that segue needs on CUDA.
+    """
 
     traits = Traits(streams=True, driver_memory=True, timing=True, compiled=True)
 
     def __init__(self, index: int) -> None:
+        raw.require_torch()
         self.index, self.name = index, f"cuda:{index}"
         self.torch_device = torch.device("cuda", index)
         self._pool: CudaPool | None = None
@@ -45,12 +50,12 @@ class CudaDevice:
     def session(self, pool: CudaPool, stream: torch.cuda.Stream) -> Iterator[None]:
         if stream.cuda_stream == 0:
             raise UsageError("CUDA can't capture on the legacy default stream. Leave stream= out, or give a torch.cuda.Stream().")
-        with session_books, torch.cuda.device(self.index):
+        with open_captures, side_streams.event_patches, torch.cuda.device(self.index):
             caller = torch.cuda.current_stream()
             stream.wait_stream(caller)
             try:
                 with torch.cuda.stream(stream):
-                    torch.cuda.current_blas_handle()  # can't be made, nor its workspace, while the stream is recorded
+                    torch.cuda.current_blas_handle()  # neither it nor its workspace can be made while the stream is recorded
                     yield
             finally:
                 caller.wait_stream(stream)

@@ -16,7 +16,7 @@ from segue.devices.protocol import Traits
 
 
 class Emulator:
-    """Records and replays segments on CPU tensors."""
+    """The device that records and replays segments on CPU tensors. It has no streams and no driver memory."""
 
     name = "emulator"
     torch_device = torch.device("cpu")
