@@ -93,6 +93,7 @@ class CudaPool:
             self._anchor = graph
 
     def owns(self, t: Tensor, look: bool = True) -> bool:
+        """Whether ``t``'s memory lies in this pool. ``look=False``: answer by what torch's allocator said last."""
         if t.device != self.device.torch_device:
             return False
         address = _torch.storage_span(t)[0]
@@ -125,18 +126,22 @@ class CudaPool:
         return True
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor over a block of the pool; ``stride`` is in elements."""
         self._known = False
         with torch.inference_mode(False), raw.allocating_from(self.id, self.index):
             return torch.empty_strided(size, stride, dtype=dtype, device=self.device.torch_device)
 
     def blocks(self) -> list[tuple[int, int]]:
+        """``(address, bytes)`` of every block that a tensor owns, or that waits for a stream to be done with it."""
         return [(address, size) for address, size, state in self._all_blocks() if state != "inactive"]
 
     def usage(self) -> PoolUsage:
+        """Bytes that torch's allocator has taken for the pool, and of the blocks in use."""
         blocks = self._all_blocks()
         return PoolUsage(sum(b[1] for b in blocks), sum(b[1] for b in blocks if b[2] != "inactive"))
 
     def poison(self) -> int:
+        """Fill every free block with 0xFF on the current stream. Returns how many bytes are filled."""
         filled = 0
         for address, size, state in self._all_blocks():
             if state == "inactive":
@@ -146,13 +151,16 @@ class CudaPool:
         return filled
 
     def turn(self) -> AbstractContextManager[None]:
+        """Context: this thread alone uses the pool, and the current stream waits for the last replay. Adds to ``replays``."""
         return self._turn
 
     def attach(self, capture: object) -> None:
+        """Note that ``capture`` uses this pool."""
         with open_captures.lock:
             self._attached.add(capture)
 
     def retire(self, capture: object, segments: Sequence[Segment]) -> None:
+        """Note that ``capture`` is closed, and :meth:`flush` its segments with those retired before."""
         with open_captures.lock:
             self._attached.discard(capture)
             self._retired.extend(segments)

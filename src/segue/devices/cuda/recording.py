@@ -42,7 +42,7 @@ class CudaSegment:
             self.launch, self._forbid = self._surrounded(plain[0]), plain[1]
 
     def discard(self) -> None:
-        pass  # recording ran nothing, so there is nothing to undo
+        """Give up the segment. Recording ran nothing, so there is nothing to undo."""
 
     def destroy(self) -> None:
         """Free the graph. A later launch is an error, never a stale result."""
@@ -90,6 +90,7 @@ class CudaRecording:
             raise
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op, which the stream capture records, and note whether it is given a random generator."""
         if kwargs and kwargs.get("generator") is not None:
             self._draws = True
         return _torch.kernel(func)(*args, **kwargs)
@@ -111,6 +112,7 @@ class CudaRecording:
         return CudaSegment(self._graph, empty, self._edges, self._device, self._draws)
 
     def abort(self) -> None:
+        """End the stream capture and drop the graph. Never raises."""
         self._scope.close()
         raw.abandon_graph(self._graph)
 

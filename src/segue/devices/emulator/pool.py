@@ -45,6 +45,7 @@ class EmulatedPool:
         self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
 
     def owns(self, t: Tensor, look: bool = True) -> bool:
+        """Whether ``t``'s memory lies in this pool. ``look=False``: answer by the arenas that :meth:`look` found last."""
         if look:
             self.look()
         return t.device.type == "cpu" and self._known.hold(_torch.storage_span(t)[0])
@@ -61,6 +62,7 @@ class EmulatedPool:
         return self._arenas.extents.hold(address)
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor over a new block; ``stride`` is in elements."""
         return self.allocate(_extent(size, stride) * dtype.itemsize, dtype, size, stride, 0)
 
     def allocate(
@@ -88,14 +90,17 @@ class EmulatedPool:
         return self._live[address][1] if address in self._live else 0
 
     def blocks(self) -> list[tuple[int, int]]:
+        """``(address, bytes)`` of every block that a tensor owns right now. Bytes are rounded up to a multiple of 512."""
         with self._settled():
             return [(address, size) for address, (size, _) in self._live.items()]
 
     def usage(self) -> PoolUsage:
+        """Bytes of all arenas, and of the blocks in use."""
         with self._settled():
             return PoolUsage(self._arenas.reserved, sum(size for size, _ in self._live.values()))
 
     def poison(self) -> int:
+        """Fill every free block with 0xFF (NaN in every float dtype). Returns how many bytes were filled."""
         with self._settled():
             free = self._arenas.free_blocks()
             for address, size in free:
@@ -103,13 +108,16 @@ class EmulatedPool:
         return sum(size for _, size in free)
 
     def turn(self) -> AbstractContextManager[None]:
+        """Context: this thread alone uses the pool. Adds to ``replays``."""
         return self._turn
 
     def attach(self, capture: object) -> None:
+        """Note that ``capture`` uses this pool."""
         self._retiring = False
         self._attached.add(capture)
 
     def retire(self, capture: object, segments: Sequence[Segment]) -> None:
+        """Note that ``capture`` is closed. Without an attached capture, destroy all segments and unmap free arenas."""
         self._attached.discard(capture)
         self._retired.extend(segments)
         if self._attached:

@@ -64,6 +64,7 @@ class EmulatedSegment:
 
     @property
     def empty(self) -> bool:
+        """Whether the tape has no op."""
         return not self.steps
 
     def launch(self) -> None:
@@ -101,6 +102,7 @@ class EmulatedSegment:
             raise
 
     def discard(self) -> None:
+        """Undo what the ops wrote outside the pool, unless the segment was launched."""
         if self._take_back is not None:
             self._take_back()
         self._take_back = None
