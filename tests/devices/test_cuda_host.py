@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from segue.devices.cuda import raw
 from segue.devices.cuda.pool import CudaPool
 from segue.devices.cuda.recording import CudaRecording, CudaSegment
 from segue.devices.cuda.side_streams import StreamEdges
+from segue.errors import SegueError
 
 
 class Graph:
@@ -83,6 +85,26 @@ def test_a_generator_that_an_op_is_given_is_noticed_while_it_is_recorded() -> No
     assert not recording._draws
     recording.run(torch.ops.aten.rand.generator, ([2],), {"generator": torch.Generator(), "device": torch.device("cpu")})
     assert recording._draws
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [(SegueError("bindings give no count"), "^bindings give no count$"), (RuntimeError("unjoined work"), "^a segment ended while")],
+)
+def test_an_error_of_segues_at_the_end_of_a_recording_keeps_its_text(
+    raised: Exception, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(graph: Any) -> bool:
+        raise raised
+
+    abandoned: list[str] = []
+    monkeypatch.setattr(raw, "end_graph", fails)
+    monkeypatch.setattr(raw, "abandon_graph", abandoned.append)
+    recording: Any = object.__new__(CudaRecording)
+    recording._scope, recording._graph = ExitStack(), "graph"
+    with pytest.raises(SegueError, match=expected):
+        recording.commit()
+    assert abandoned == ["graph"]
 
 
 @pytest.mark.parametrize("where", ["enter", "exit"])

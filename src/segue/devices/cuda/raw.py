@@ -45,7 +45,7 @@ def require_torch() -> None:
 
 
 def new_graph() -> torch.cuda.CUDAGraph:
-    """A graph whose structure can be asked for between recording and instantiation."""
+    """A graph that can be inspected after its recording and before it is instantiated."""
     return torch.cuda.CUDAGraph(keep_graph=True)
 
 
@@ -104,9 +104,9 @@ def random_state(device: int) -> tuple[int, int]:
 def abandon_graph(graph: torch.cuda.CUDAGraph) -> None:
     """End a stream capture that went wrong, on the current stream. Never raises.
 
-    Before 2.12 ``capture_end`` gives up when CUDA has invalidated the capture (pytorch#180395): allocations stay routed to the
-    pool, nothing can be recorded into it again, and the random generator believes that it is being captured. So the invalid
-    capture is ended without torch, and an empty one put in its place for ``capture_end`` to end in good order.
+    Before 2.12 ``capture_end`` raises at once when CUDA has invalidated the capture (pytorch#180395). Then allocations stay routed
+    to the pool, nothing can be recorded into it again, and the random generator still counts as being captured. So the invalid
+    capture is ended without torch, and an empty one is begun in its place, which ``capture_end`` can end.
     """
     try:
         end_recording(graph)

@@ -13,7 +13,7 @@ from segue import _torch
 from segue.devices.cuda import raw
 from segue.devices.cuda.pool import CudaPool
 from segue.devices.cuda.side_streams import StreamEdges, observing
-from segue.errors import CaptureError
+from segue.errors import CaptureError, SegueError
 
 
 class CudaSegment:
@@ -100,6 +100,7 @@ class CudaRecording:
 
         Raises:
             CaptureError: CUDA had invalidated the capture.
+            SegueError: cuda-bindings doesn't say whether the graph is empty.
         """
         self._scope.close()
         try:
@@ -108,6 +109,8 @@ class CudaRecording:
                 self._graph.instantiate()
         except Exception as e:
             self.abort()
+            if isinstance(e, SegueError):
+                raise
             raise CaptureError(_why(str(e))) from e
         return CudaSegment(self._graph, empty, self._edges, self._device, self._draws)
 
