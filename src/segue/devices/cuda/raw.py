@@ -104,8 +104,8 @@ def random_state(device: int) -> tuple[int, int]:
 def abandon_graph(graph: torch.cuda.CUDAGraph) -> None:
     """End a stream capture that went wrong, on the current stream. Never raises.
 
-    Before 2.12 ``capture_end`` raises at once when CUDA has invalidated the capture (pytorch#180395). Then allocations stay routed
-    to the pool, nothing can be recorded into it again, and the random generator still counts as being captured. So the invalid
+    Before 2.12 ``capture_end`` raises at once when CUDA has invalidated the capture (pytorch#180395). Allocations then stay
+    routed to the pool, nothing can be recorded into it again, and the random generator still counts as captured. So the invalid
     capture is ended without torch, and an empty one is begun in its place, which ``capture_end`` can end.
     """
     try:
