@@ -1,6 +1,7 @@
-"""Every private or version-dependent torch call, in one place, probed at import. What CUDA alone needs is beside its device.
+"""Every private or version-dependent torch call, in one place. What CUDA alone needs is in ``devices/cuda/raw.py``.
 
-Nothing here needs a GPU, and nothing imports dynamo.
+The private names that segue can't do without are looked up when this is imported, and one error names all that are missing. No
+function here needs a GPU, and none imports dynamo.
 """
 
 from __future__ import annotations
@@ -12,19 +13,66 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _device as _device_module
+from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-_from_pointer: Callable[[int, torch.device, int], torch.UntypedStorage] | None = getattr(
-    torch._C, "_construct_storage_from_data_pointer", None
+from segue.errors import SegueError
+
+_NEEDED = (
+    *("torch._C._InferenceMode", "torch._C._construct_storage_from_data_pointer", "torch.UntypedStorage._cdata"),
+    *("torch._C.DispatchKey", "torch._C._dispatch_has_kernel_for_dispatch_key", "torch.ops.aten.add.Tensor._op_dk"),
+    *("torch._C._EnableTorchFunction", "torch._C.DisableTorchFunction", "torch._C._DisableTorchDispatch"),
+    *("torch._C._is_any_autocast_enabled", "torch._C._DisableAutocast"),
+    *("torch._C._len_torch_function_stack", "torch._C._get_function_stack_at"),
+    *("torch._C._pop_torch_function_stack", "torch._C._push_on_torch_function_stack"),
+    *("torch._C._dynamo.eval_frame._FrameAction", "torch._C._dynamo.eval_frame._FrameExecStrategy"),
+    *("torch._C._dynamo.eval_frame.set_code_exec_strategy", "torch._neg_view", "torch._foreach_copy_"),
+    *("torch.utils._device.CURRENT_DEVICE", "torch.utils._python_dispatch._get_current_dispatch_mode"),
 )
+
+
+class UnsupportedTorchError(SegueError, ImportError):
+    """This version of torch lacks a private name that segue needs."""
+
+
+def unsupported(*missing: str) -> UnsupportedTorchError:
+    """The error that names what this torch lacks. ``missing``: dotted names that begin with ``torch``."""
+    return UnsupportedTorchError(
+        f"torch {torch.__version__} lacks {', '.join(missing)}, which segue needs. segue supports torch >= 2.11: install such a "
+        "torch, or, if this one is newer than your segue, a newer segue."
+    )
+
+
+def require(*names: str) -> None:
+    """Look up each of ``names`` (``torch._C._InferenceMode``).
+
+    Raises:
+        UnsupportedTorchError: names all that are missing.
+    """
+    missing = [name for name in names if not _exists(name)]
+    if missing:
+        raise unsupported(*missing)
+
+
+def _exists(name: str) -> bool:
+    found: Any = torch
+    for part in name.split(".")[1:]:
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
+require(*_NEEDED)
 _inference_guard: Any = torch._C._InferenceMode
 
 
 class WatchingMode(TorchDispatchMode):
-    """A dispatch mode that sees ops and leaves compiled functions compiled, where other modes turn them eager.
+    """A dispatch mode that sees ops and leaves compiled functions compiled. Other modes make them run eagerly.
 
-    Without ``_should_skip_dynamo`` torch would wrap its handler in something that imports dynamo, which takes seconds.
+    ``_should_skip_dynamo`` is there because torch would otherwise wrap the handler in a function that imports dynamo, which
+    takes seconds.
     """
 
     def __init__(self) -> None:
@@ -32,6 +80,7 @@ class WatchingMode(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
+        """Tell torch that compiled functions may run compiled under this mode."""
         return True
 
     @classmethod
@@ -41,10 +90,10 @@ class WatchingMode(TorchDispatchMode):
 
 def current_mode() -> Any:
     """The dispatch mode that sees an op first, or None."""
-    return _get_current_dispatch_mode()
+    return _python_dispatch._get_current_dispatch_mode()
 
 
-# Batch norm writes its running statistics in training, which the schemas of these don't say.
+# In training these write their running statistics, and their schemas don't say so.
 _SILENT = {"batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"}
 _SILENT |= {"batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"}
 
@@ -65,17 +114,17 @@ def written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
 def written(
     writes: tuple[tuple[int, ...], tuple[str, ...]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Any]:
-    """Of a call's arguments those that it writes; ``writes``: of its op, from :func:`written_arguments`."""
+    """The arguments of a call that its op writes. ``writes``: of the op, from :func:`written_arguments`."""
     positions, names = writes
     return [args[i] for i in positions if i < len(args)] + [kwargs[name] for name in names if name in kwargs]
 
 
-# These give a tensor other memory, and let go of a block that others may be using.
+# Ops that give a tensor other memory. The tensor releases its old block, which others may be using.
 RE_STORING = {"set_", "resize_", "resize_as_", "_resize_output_"}
 
 
 def tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Tensors among an op's arguments, which nest at most one list deep."""
+    """The tensors among an op's arguments. An op's arguments nest at most one list deep."""
     found = []
     for a in (*args, *kwargs.values()):
         if isinstance(a, Tensor):
@@ -96,22 +145,20 @@ def tensor_at(
 ) -> Tensor:
     """A tensor over ``nbytes`` of memory at ``address`` that owns nothing.
 
-    ``offset`` is in elements. It is a normal tensor, not an inference tensor, so it may be written in any grad mode.
+    ``size``, ``stride`` and ``offset`` are in elements. The tensor is no inference tensor, so it may be written in any grad mode.
     """
-    if _from_pointer is None:  # pragma: no cover - present in every torch segue supports
-        raise RuntimeError(f"torch {torch.__version__} can't build a tensor over a pointer; segue needs torch >= 2.11")
     with torch.inference_mode(False):
-        storage = _from_pointer(address, device, nbytes)
+        storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
         return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, size, stride)
 
 
 def storage_key(t: Tensor) -> int:
-    """Identity of the storage behind ``t``: equal exactly for tensors that share one."""
+    """Identity of the storage behind ``t``, which is equal exactly for tensors that share a storage."""
     return int(t.untyped_storage()._cdata)
 
 
 def address(t: Tensor) -> int:
-    """Where the storage behind ``t`` begins; 0 where there is none: an empty or meta tensor, a sparse one, a wrapper."""
+    """Address at which the storage behind ``t`` begins; 0 if ``t`` has none, as an empty, meta, sparse or wrapper tensor."""
     if t.layout is not torch.strided:
         return 0
     try:
@@ -121,13 +168,17 @@ def address(t: Tensor) -> int:
 
 
 def storage_span(t: Tensor) -> tuple[int, int]:
-    """``(address, bytes)`` of the whole storage behind ``t``."""
+    """``(address, bytes)`` of the whole storage behind ``t``.
+
+    Raises:
+        RuntimeError: ``t`` has no storage.
+    """
     storage = t.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
 
 
 def inference_guard(enabled: bool) -> Any:
-    """``torch.inference_mode`` without its Python frames: a context manager, in force from its making on."""
+    """``torch.inference_mode`` without its Python frames: a context manager that is in force as soon as it is made."""
     return _inference_guard(enabled)
 
 
@@ -144,7 +195,7 @@ def has_kernel(name: str, key: str) -> bool:
 def dynamo_boundary(wrapper: Callable[..., Any]) -> None:
     """Make dynamo end its graph before calling ``wrapper``, and compile neither its frame nor those below it.
 
-    What ``torch.compiler.disable`` does, without importing dynamo (0.8 s) for people who don't compile.
+    ``torch.compiler.disable`` does the same, but imports dynamo, which takes 0.8 s, also for people who don't compile.
     """
     wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
     wrapper._torchdynamo_disable_msg = "a segue break point runs eagerly between two graphs"  # type: ignore[attr-defined]
@@ -154,7 +205,7 @@ def dynamo_boundary(wrapper: Callable[..., Any]) -> None:
 
 
 def alias(t: Tensor, like: Tensor | None = None) -> Tensor:
-    """A normal tensor over ``t``'s storage, which it keeps alive; with the geometry and dtype of ``like``, or of ``t``.
+    """A plain tensor over ``t``'s storage, which it keeps alive, with the geometry and dtype of ``like`` or else of ``t``.
 
     It is no inference tensor, belongs to no autograd graph, and is of no subclass.
     """
@@ -168,7 +219,7 @@ def alias(t: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def lazy_bits(plain: Tensor, like: Tensor) -> Tensor:
-    """``plain``, conjugated and negated lazily where ``like`` is: pointers and storages don't carry these bits."""
+    """``plain`` with the lazy conjugate and negative bits of ``like``. A tensor made from a pointer or a storage has neither."""
     if like.is_conj():
         plain = plain.conj()
     return torch._neg_view(plain) if like.is_neg() else plain
@@ -180,12 +231,12 @@ def kernel(func: Any) -> Any:
 
 
 def op_name(func: Any) -> str:
-    """``aten::add.Tensor``."""
+    """The name of an ``OpOverload``: ``aten::add.Tensor``."""
     return str(func.name())
 
 
 def python_kernel(name: str) -> str | None:
-    """Dispatch key of the Python kernel that ``torch.library`` registered for operator ``name``, for CPU tensors."""
+    """Dispatch key of the Python kernel that ``torch.library`` registered for operator ``name`` on CPU tensors, or None."""
     namespace, op = name.split("::", 1)
     for key in ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd"):
         if f"{namespace}/{op}/{key}" in _python_kernels:
@@ -194,13 +245,14 @@ def python_kernel(name: str) -> str | None:
 
 
 def custom_op_body(name: str) -> Callable[..., Any] | None:
-    """What a ``torch.library.custom_op`` runs on CPU tensors: the user's function, behind a switch of torch's."""
+    """The function that the custom op ``name`` runs on CPU tensors, or None if ``name`` is no ``torch.library.custom_op``."""
     bodies: dict[str | None, Callable[..., Any]] = getattr(_custom_ops.get(name), "_backend_fns", {})
     return bodies.get("cpu", bodies.get(None))
 
 
+# Optional: without them the ops inside a Python kernel aren't seen, and the emulator records the op as a whole.
 _python_kernels: set[str] = getattr(torch.library, "_impls", set())
-_custom_ops: Any = getattr(torch._library.custom_ops, "OPDEFS", {})
+_custom_ops: Any = getattr(getattr(getattr(torch, "_library", None), "custom_ops", None), "OPDEFS", {})
 
 
 def function_modes_on() -> Any:
@@ -223,7 +275,7 @@ def autocast_state(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # for some type of device
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # whether autocast is on for any type of device
 
 
 def autocast_off() -> Any:
@@ -237,9 +289,9 @@ _push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_st
 
 
 def put_function_mode_below(mode: Any) -> None:
-    """Activate a function mode under those already active, so that they may leave before it does.
+    """Activate a function mode below those already active, so that they may be left before it is.
 
-    Only the context of ``torch.set_default_device`` stays lower: it insists on the bottom of the stack.
+    Only the context of ``torch.set_default_device`` stays below it, since torch requires that at the bottom of the stack.
     """
     above = [_pop_function_mode() for _ in range(_function_mode_depth())]
     if above and isinstance(above[-1], DeviceContext) and default_device_is_set():
@@ -254,12 +306,12 @@ def push_function_mode(mode: Any) -> None:
 
 
 def function_mode_is_on(mode: Any) -> bool:
-    """Whether a function mode is in the stack. Inside its own handler it isn't."""
+    """Whether a function mode is on the stack. While its own handler runs it is not."""
     return any(torch._C._get_function_stack_at(i) is mode for i in range(_function_mode_depth()))
 
 
 def take_function_modes_out(unwanted: Callable[[Any], bool]) -> None:
-    """Deactivate these function modes wherever they are in the stack, and leave the others as they are."""
+    """Deactivate the function modes that are ``unwanted``, wherever they are on the stack, and leave the others active."""
     stack = [_pop_function_mode() for _ in range(_function_mode_depth())]
     for mode in reversed(stack):
         if not unwanted(mode):
@@ -267,27 +319,27 @@ def take_function_modes_out(unwanted: Callable[[Any], bool]) -> None:
 
 
 def default_device_is_set() -> bool:
-    """Whether ``torch.set_default_device`` says where factories allocate. (``with torch.device`` adds ``device=``.)"""
+    """Whether ``torch.set_default_device`` is in force. It does not count ``with torch.device``, whose mode adds ``device=``."""
     return _device_module.CURRENT_DEVICE is not None
 
 
 def fills_empty() -> bool:
-    """Whether ``torch.empty`` writes what it allocates (deterministic algorithms ask for that)."""
+    """Whether ``torch.empty`` writes what it allocates, as it does when deterministic algorithms are asked for."""
     fills: bool = getattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     return fills and torch.are_deterministic_algorithms_enabled()
 
 
-# ``copy_`` of each source into its destination, fused where the tensors of a sequence share dtype and device.
+# Copies each source into its destination, in one kernel where the tensors of a sequence share dtype and device.
 foreach_copy: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = torch._foreach_copy_  # type: ignore[assignment]
 
 
 def device_is_lost(error: BaseException) -> bool:
-    """Whether the device can't be used after ``error``: a device error, and neither memory nor a capture's end."""
+    """Whether the device can't be used after ``error``, which then is a device error but none of memory or of a capture."""
     return isinstance(error, torch.AcceleratorError) and not any(
         word in str(error) for word in ("out of memory", "capture", "cudaErrorStreamCapture")
     )
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free memory of the device, None where it isn't known."""
+    """Free memory of the device in bytes; None where it isn't known."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import segue
+from segue import _torch
 from segue.capture.op_watch import OpWatch
 from segue.devices import Device
 
@@ -138,6 +139,23 @@ def test_a_block_cut_up_again_is_the_captures_and_its_neighbour_still_is_not(dev
         parts = [x[:1024] * i for i in range(8)]
         _ = parts[3] + parts[5][512:].repeat(2)
         kept + parts[0]
+
+
+@pytest.mark.usefixtures("inference")
+def test_memory_that_the_pool_takes_while_a_segment_is_recorded_is_no_external(device: Device) -> None:
+    """Nobody saw the allocation, as in compiled code, and the pool grew for it: only a look at the segment's end can tell."""
+    pool, x = device.new_pool(), torch.ones(8, device=device.torch_device)
+    capture = segue.BreakableCapture(device=device, pool=pool)
+    with capture:
+        y = x * 2
+        with _torch.function_modes_off(), _torch.dispatch_modes_off():
+            # While CUDA records, torch itself allocates from the pool.
+            unseen = pool.empty((1 << 22,), (1,), torch.float32) if device.name == "emulator" else x.new_empty(1 << 22)
+        out = torch.add(y, 1, out=unseen[:8]) * 2
+    assert [e.seen is x for e in capture.externals] == [True]
+    x.fill_(3)
+    capture.replay()
+    assert out.tolist() == [14.0] * 8
 
 
 @pytest.mark.usefixtures("inference")

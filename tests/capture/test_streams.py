@@ -210,3 +210,26 @@ def test_two_devices_in_one_process_keep_to_themselves() -> None:
                 capture.replay()
                 assert torch.cuda.current_device() == current
                 assert out.tolist() == [2.0 * (10 + index) + 1] * 4
+
+
+def test_torchs_stream_functions_are_its_own_after_captures_and_replays(cuda: Device) -> None:
+    originals = torch.cuda.Event.record, torch.cuda.Event.wait, torch.cuda.set_stream
+    x, side = torch.ones(1024, device="cuda"), torch.cuda.Stream()
+
+    @segue.break_point
+    def careless(y: Tensor) -> Tensor:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            _slow()
+            return y * 2
+
+    capture = segue.BreakableCapture(device=cuda)
+    with capture:
+        out = careless(x + 1) + 1
+        assert torch.cuda.Event.record is not originals[0]
+    assert (torch.cuda.Event.record, torch.cuda.Event.wait, torch.cuda.set_stream) == originals
+    for k in range(RUNS):
+        x.fill_(k)
+        capture.replay()
+        assert out[5].item() == 2 * (k + 1) + 1
+    assert (torch.cuda.Event.record, torch.cuda.Event.wait, torch.cuda.set_stream) == originals

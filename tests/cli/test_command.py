@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -27,6 +28,12 @@ def test_env_names_versions_and_the_device() -> None:
     assert facts["torch"] == torch.__version__ and "device" in facts
     works = "yes" if torch.cuda.is_available() else "emulated"
     assert facts["GraphRunner, PrimeGraph"] == works and facts["segue.accelerate"] in (works, "no: transformers not installed")
+
+
+def test_env_names_the_torch_that_runs_even_if_its_metadata_lack_the_local_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.2.3")
+    facts = {row["what"]: row["value"] for row in on_stdout("env", "-o", "json")["rows"]}
+    assert facts["torch"] == torch.__version__ and facts["numpy"] == "1.2.3"
 
 
 def test_python_dash_m_is_the_same_command() -> None:

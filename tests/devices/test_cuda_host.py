@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from segue.devices.cuda import raw
 from segue.devices.cuda.pool import CudaPool
 from segue.devices.cuda.recording import CudaRecording, CudaSegment
-from segue.devices.cuda.side_streams import Seen
+from segue.devices.cuda.side_streams import StreamEdges
+from segue.errors import SegueError
 
 
 class Graph:
@@ -33,7 +35,7 @@ def test_of_the_events_a_segment_recorded_those_count_that_somebody_still_holds(
         __slots__ = ()  # no weak reference to it can be made
 
     monkeypatch.setattr(raw, "stream_is_capturing", lambda stream: True)
-    seen, kept, inside = Seen(), Event(), [Event()]
+    seen, kept, inside = StreamEdges(), Event(), [Event()]
     for event in (kept, inside[0], Event()):
         seen.on_record(event, "the capture stream")
     del event
@@ -55,7 +57,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, bool], list[str]
         monkeypatch.setattr(raw, "random_state", lambda device: (7, state[0]))
         monkeypatch.setattr(raw, "plain_launcher", lambda graph, device: (lambda: seen.append("plain"), lambda: None))
         graph: Any = Graph(state, draws)
-        segment = CudaSegment(graph, False, Seen(), 0, own_generator)
+        segment = CudaSegment(graph, False, StreamEdges(), 0, own_generator)
         for _ in range(3):
             segment.launch()
         return seen
@@ -85,6 +87,26 @@ def test_a_generator_that_an_op_is_given_is_noticed_while_it_is_recorded() -> No
     assert recording._draws
 
 
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [(SegueError("bindings give no count"), "^bindings give no"), (RuntimeError("unjoined work"), "^a segment ended while")],
+)
+def test_an_error_of_segues_at_the_end_of_a_recording_keeps_its_text(
+    raised: Exception, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(graph: Any) -> bool:
+        raise raised
+
+    abandoned: list[str] = []
+    monkeypatch.setattr(raw, "end_graph", fails)
+    monkeypatch.setattr(raw, "abandon_graph", abandoned.append)
+    recording: Any = object.__new__(CudaRecording)
+    recording._scope, recording._graph = ExitStack(), "graph"
+    with pytest.raises(SegueError, match=expected):
+        recording.commit()
+    assert abandoned == ["graph"]
+
+
 @pytest.mark.parametrize("where", ["enter", "exit"])
 def test_a_turn_that_fails_lets_others_have_theirs(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost device fails everywhere; a lock that nobody gives back would hang the next thread instead of telling it so."""
@@ -93,7 +115,7 @@ def test_a_turn_that_fails_lets_others_have_theirs(where: str, monkeypatch: pyte
         raise RuntimeError("device lost")
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    device: Any = SimpleNamespace(index=0, torch_device=torch.device("cpu"))
+    device: Any = SimpleNamespace(torch_device=torch.device("cuda", 0))
     pool = CudaPool(device)
     pool._stream = 5
     monkeypatch.setattr(raw, "current_stream", lambda index: 5)

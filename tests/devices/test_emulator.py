@@ -39,6 +39,23 @@ def test_traits_say_what_is_not_emulated(emulated: Sandbox) -> None:
     assert emulated.device.traits == Traits(streams=False, driver_memory=False, timing=False, compiled=False)
 
 
+def test_a_quick_answer_about_ownership_is_as_old_as_the_last_look(emulated: Sandbox) -> None:
+    """A CUDA pool must ask torch's allocator, and whoever forgets to look is to fail here too."""
+    pool, large = _pool(emulated), ((1 << 20,), (1,), torch.float32)
+    first = pool.empty(*large)
+    assert not pool.owns(first, look=False) and pool.owns(first) and pool.owns(first, look=False)
+    second = pool.empty(*large)
+    assert not pool.owns(second, look=False)
+    recording = emulated.device.begin(pool)
+    assert pool.owns(second, look=False), "the start of a recording looks"
+    recording.abort()
+    emulated.close()
+    address = first.data_ptr()
+    del first
+    elsewhere = _torch.tensor_at(address, 4, torch.float32, (1,), (1,), 0, torch.device("cpu"))
+    assert not pool.owns(elsewhere, look=False), "memory that was handed back is nobody's"
+
+
 def test_a_freed_block_is_poisoned_at_once_when_asked(emulated: Sandbox) -> None:
     block = emulated.pool.empty((4,), (1,), torch.float32)
     shadow = _torch.tensor_at(block.data_ptr(), 16, torch.float32, (4,), (1,), 0, torch.device("cpu"))

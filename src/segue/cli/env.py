@@ -12,7 +12,7 @@ import torch
 
 from segue.cli.output import Format, FormatOption, render
 
-_PACKAGES = ("segue-graphs", "torch", "transformers", "triton", "accelerate", "gguf", "numpy")
+_PACKAGES = ("segue-graphs", "transformers", "triton", "accelerate", "gguf", "numpy")
 
 
 def env(output: FormatOption = Format.MD) -> None:
@@ -26,6 +26,7 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         **{name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "torch": torch.__version__,  # the package's metadata may lack the local version (+cu130)
     }
     if not torch.cuda.is_available():
         return {**found, "device": "emulator (no CUDA device: correctness only, no speed)", **_works("emulated")}

@@ -1,8 +1,8 @@
-"""What the layers above ask of a device. Two implementations: CUDA and the emulator.
+"""The protocol that the layers above use devices by. CUDA and the emulator implement it.
 
-The vocabulary is CUDA's: a *recording* becomes a *segment* (one graph); all segments draw memory from a *pool*, in which a
-block whose last tensor died is used again by later ops, segments and captures. Nothing above this file knows which device
-it runs on; what a device can't hide it declares in ``Traits``.
+The vocabulary is CUDA's. A *recording* becomes a *segment*, which is one graph. All segments take memory from a *pool*, in which
+a block whose last tensor died is used again by later ops, segments and captures. No layer above knows which device it runs on;
+what a device can't hide it declares in ``Traits``.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Traits:
-    """What a device can't hide. Read by tests, demo and bench only."""
+    """What a device can't hide. Only tests, demo, bench and prime's search for cuts read it."""
 
     streams: bool  # work is asynchronous, and streams order it
-    driver_memory: bool  # graphs take memory outside torch's allocator
-    timing: bool  # a measured time means something
+    driver_memory: bool  # graphs take memory of the driver, outside torch's allocator
+    timing: bool  # measured times say how fast segments are
     compiled: bool  # torch.compile'd code runs compiled inside a segment
 
 
 @dataclass(frozen=True)
 class PoolUsage:
-    """Bytes of a pool."""
+    """How much memory a pool has, in bytes."""
 
     reserved: int  # taken from the device for this pool
-    live: int  # of these, in blocks that some tensor owns right now
+    live: int  # the part of it in blocks that a tensor owns right now
 
 
 class Segment(Protocol):
@@ -39,67 +39,87 @@ class Segment(Protocol):
 
     @property
     def empty(self) -> bool:
-        """Nothing was recorded; launching does nothing."""
+        """Whether nothing was recorded, so that a launch does nothing."""
 
     def launch(self) -> None:
-        """Run what was recorded, in order, on the caller's current stream."""
+        """Run what was recorded, in order, on the caller's current stream.
+
+        Raises:
+            SegueError or RuntimeError: the segment was destroyed, or, on the emulator, memory that it uses was freed or moved.
+        """
 
     def discard(self) -> None:
-        """It has not been launched and will not be: nothing that its ops would have written outside the pool is."""
+        """Give up a segment that has not been launched. What its ops write outside the pool is as it was before the recording."""
 
     def destroy(self) -> None:
-        """Free it. The pool calls this; a later launch is an error."""
+        """Free the graph. Only the pool calls this. A later launch is an error."""
 
 
 class Recording(Protocol):
-    """A segment being recorded. Ends by exactly one of ``commit`` and ``abort``."""
+    """A segment being recorded. Exactly one of ``commit`` and ``abort`` ends it."""
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one dispatched op (an ``OpOverload``) while recording it and return what the user's code sees.
+        """Run and record one dispatched op (an ``OpOverload``). Returns what the user's code gets from it.
 
-        Called from the ``__torch_dispatch__`` of the capture's mode, with the mode switched off. ``self.reenter`` (set by
-        the capture before the first op) is that mode, for ops that must be opened to show the ops inside them.
+        The ``__torch_dispatch__`` of the capture's mode calls this, while the mode is off. Before the first op the capture sets
+        ``self.reenter`` to that mode, so that the recording can run the ops inside an op under it.
+
+        Raises:
+            CaptureError: a graph can't hold this op.
         """
 
     reenter: AbstractContextManager[Any]
 
     def commit(self) -> Segment:
-        """End the recording. The segment has not been launched yet."""
+        """End the recording. Returns its segment, which has not been launched yet.
+
+        Raises:
+            CaptureError: something in the recording can't be in a graph.
+        """
 
     def abort(self) -> None:
-        """End the recording and forget it. Never raises, and leaves the stream not capturing."""
+        """End the recording and drop it. Never raises, and leaves the stream not capturing."""
 
 
 class Pool(Protocol):
     """Graph memory, shared by every segment of every capture that uses it."""
 
     @property
-    def device(self) -> Device: ...
+    def device(self) -> Device:
+        """The device whose memory this is."""
 
-    replays: int  # grows with every replay and every capture: what an older one left may be gone
+    replays: int  # grows with every replay and capture, each of which may overwrite what an older one left
 
     def owns(self, t: Tensor, look: bool = True) -> bool:
-        """Whether ``t``'s memory lies in this pool. ``look=False``: as far as was known when somebody last looked; quick."""
+        """Whether ``t``'s memory lies in this pool.
+
+        ``look=False`` is quick, and answers by the memory that the pool had when somebody last looked: a call with ``look=True``,
+        or, on the emulator, the start of a recording. So memory that the pool has taken since may be denied.
+        """
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate between two segments. The block returns to the pool when the last tensor over it dies."""
+        """Allocate an uninitialised tensor between two segments; ``stride`` is in elements.
+
+        Its block returns to the pool when the last tensor over it dies.
+        """
 
     def blocks(self) -> list[tuple[int, int]]:
-        """``(address, bytes)`` of every block that some tensor owns right now."""
+        """``(address, bytes)`` of every block that a tensor owns right now."""
 
-    def usage(self) -> PoolUsage: ...
+    def usage(self) -> PoolUsage:
+        """How much memory the pool has taken from the device, and how much of it is in use."""
 
     def poison(self) -> int:
-        """Fill every free block with 0xFF (NaN in every float dtype). Returns the bytes filled."""
+        """Fill every free block with 0xFF (NaN in every float dtype). Returns how many bytes were filled."""
 
     def turn(self) -> AbstractContextManager[None]:
-        """Hold the pool for one replay: one thread at a time, ordered after the last replay's stream. Counts in ``replays``."""
+        """Context: this thread alone uses the pool, for one replay, which waits for the last one's work. Adds to ``replays``."""
 
     def attach(self, capture: object) -> None:
-        """A live capture uses this pool."""
+        """Note that ``capture``, which is alive, uses this pool."""
 
     def retire(self, capture: object, segments: Sequence[Segment]) -> None:
-        """``capture`` is closed. Its segments are destroyed, and the memory handed back, once no attached capture is left."""
+        """Note that ``capture`` is closed. Without an attached capture all segments are destroyed and the memory goes back."""
 
 
 class Device(Protocol):
@@ -112,21 +132,32 @@ class Device(Protocol):
     def default_pool(self) -> Pool:
         """The pool every capture on this device shares unless told otherwise."""
 
-    def new_pool(self) -> Pool: ...
+    def new_pool(self) -> Pool:
+        """A pool of its own."""
 
     def default_stream(self) -> Any:
-        """The capture stream: one per device, never handed to users. None where there are no streams."""
+        """The stream that captures record on: one per device, never handed to users. None where there are no streams."""
 
     def session(self, pool: Any, stream: Any) -> AbstractContextManager[None]:
-        """Around a whole capture: on the capture stream, after the caller's work; the caller's stream goes on after it."""
+        """Context of a whole capture, which makes ``stream`` current.
+
+        What is done in it waits for the work on the caller's stream, and the caller's stream then waits for what was done.
+
+        Raises:
+            UsageError: no capture can be made on ``stream``.
+        """
 
     def begin(self, pool: Any) -> Recording:
-        """Start recording a segment into ``pool``, one of this device's, on the current stream."""
+        """Start recording a segment on the current stream, into ``pool``, which must be a pool of this device."""
 
     def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
-        """Run ``fn`` and order what it leaves on other streams before what follows. Returns whether it used any."""
+        """Run ``fn``, and let what follows wait for what it leaves on other streams.
 
-    def synchronize(self) -> None: ...
+        Returns what ``fn`` returns, and whether it used another stream.
+        """
+
+    def synchronize(self) -> None:
+        """Wait until all work on the device is done."""
 
     def driver_bytes(self) -> int:
-        """Device memory in use by this process outside torch's allocator, as far as the device can tell. 0 where it can't."""
+        """Bytes of device memory in use outside torch's allocator, by this process or another; 0 where it isn't known."""

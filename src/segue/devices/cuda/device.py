@@ -9,61 +9,78 @@ from typing import Any
 import torch
 
 from segue.devices.cuda import raw, side_streams
-from segue.devices.cuda.pool import CudaPool, session_books
+from segue.devices.cuda.pool import CudaPool, open_captures
 from segue.devices.cuda.recording import CudaRecording
 from segue.devices.protocol import Traits
 from segue.errors import UsageError
 
 
 class CudaDevice:
-    """One CUDA device."""
+    """The CUDA device with this index.
+
+    Raises:
+        UnsupportedTorchError: this torch lacks a private call that segue needs on CUDA.
+    """
 
     traits = Traits(streams=True, driver_memory=True, timing=True, compiled=True)
 
     def __init__(self, index: int) -> None:
+        raw.require_torch()
         self.index, self.name = index, f"cuda:{index}"
         self.torch_device = torch.device("cuda", index)
         self._pool: CudaPool | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def default_pool(self) -> CudaPool:
+        """The pool that captures on this device share unless they are given another."""
         if self._pool is None:
             self._pool = self.new_pool()
         return self._pool
 
     def new_pool(self) -> CudaPool:
+        """A pool of its own."""
         with torch.cuda.device(self.index):
             pool = CudaPool(self)
         return pool
 
     def default_stream(self) -> torch.cuda.Stream:
+        """The device's capture stream, which is made at the first call."""
         if self._stream is None:
             self._stream = raw.private_stream(self.torch_device)
         return self._stream
 
     @contextmanager
     def session(self, pool: CudaPool, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Context of a whole capture on ``stream``, which waits for the caller's stream and is then waited for by it.
+
+        Raises:
+            UsageError: ``stream`` is the legacy default stream.
+        """
         if stream.cuda_stream == 0:
             raise UsageError("CUDA can't capture on the legacy default stream. Leave stream= out, or give a torch.cuda.Stream().")
-        with session_books, torch.cuda.device(self.index):
+        with open_captures, side_streams.event_patches, torch.cuda.device(self.index):
             caller = torch.cuda.current_stream()
             stream.wait_stream(caller)
             try:
                 with torch.cuda.stream(stream):
-                    torch.cuda.current_blas_handle()  # can't be made, nor its workspace, while the stream is recorded
+                    torch.cuda.current_blas_handle()  # neither it nor its workspace can be made while the stream is recorded
                     yield
             finally:
                 caller.wait_stream(stream)
 
     def begin(self, pool: CudaPool) -> CudaRecording:
+        """Start a stream capture on the current stream, into ``pool``."""
         return CudaRecording(pool)
 
     def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
+        """Run ``fn``, and let the current stream wait for others that it used. Returns its result, and whether there were any."""
         return side_streams.ordered(fn)
 
     def synchronize(self) -> None:
+        """Wait until all work on the device is done."""
         torch.cuda.synchronize(self.torch_device)
 
     def driver_bytes(self) -> int:
+        """Bytes in use on the device outside this process's torch allocator: of the driver, and of other processes."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return max(0, total - free - torch.cuda.memory_reserved(self.torch_device))

@@ -1,4 +1,4 @@
-"""The graph pool: a private pool of torch's caching allocator, its turns, and what is retired from it."""
+"""The graph pool: a private pool of torch's caching allocator, whose turn it is to replay, and which segments to destroy when."""
 
 from __future__ import annotations
 
@@ -9,77 +9,78 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from segue import _torch
 from segue.devices.cuda import raw
-from segue.devices.protocol import PoolUsage, Segment
-
-if TYPE_CHECKING:
-    from segue.devices.cuda.device import CudaDevice
+from segue.devices.protocol import Device, PoolUsage, Segment
 
 
-class _SessionBooks:
-    """Captures under way in this process: graphs must not be destroyed meanwhile, so what is retired is parked."""
+class _OpenCaptures:
+    """Counts the captures under way in this process. Graphs must not be destroyed meanwhile, so the pools to flush are parked."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.open = 0
+        self.count = 0
         self.parked: list[CudaPool] = []
         self.pools: weakref.WeakSet[CudaPool] = weakref.WeakSet()
 
     def __enter__(self) -> None:
         with self.lock:
-            self.open += 1
+            self.count += 1
 
     def __exit__(self, *_: object) -> None:
         with self.lock:
-            self.open -= 1
-            while not self.open and self.parked:
+            self.count -= 1
+            while not self.count and self.parked:
                 self.parked.pop().flush()
 
     def at_exit(self) -> None:
-        """Graphs before their pools, while CUDA still stands."""
+        """Destroy all graphs before their pools, while the CUDA driver still works."""
         for pool in list(self.pools):
             with contextlib.suppress(Exception):
                 pool.flush(even_if_attached=True)
 
 
-session_books = _SessionBooks()
-atexit.register(session_books.at_exit)
+open_captures = _OpenCaptures()
+atexit.register(open_captures.at_exit)
 
 
 class CudaPool:
-    """A private pool of torch's caching allocator."""
+    """A private pool of torch's caching allocator.
 
-    def __init__(self, device: CudaDevice) -> None:
-        self.device: CudaDevice = device
+    ``device``: the CUDA device, whose ``torch_device`` has an index. ``id``: what ``capture_begin(pool=...)`` takes.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.index: int = device.torch_device.index
         self.replays = 0
-        self.id: Any = torch.cuda.graph_pool_handle()  # what ``capture_begin(pool=...)`` takes
+        self.id: Any = torch.cuda.graph_pool_handle()
         self._lock = threading.RLock()
-        self._devices: list[int] = []  # current before each turn under way
-        self._put_off = False  # what was retired waits for the end of a turn
+        self._devices: list[int] = []  # for each turn under way, the device that was current before it
+        self._put_off = False  # whether to flush when the turn under way ends
         self._stream: int | None = None  # raw stream of the last replay
         self._stream_object: torch.cuda.Stream | None = None
         self._attached: set[object] = set()
         self._retired: list[Any] = []
         self._anchor: torch.cuda.CUDAGraph | None = None
-        self._starts: list[int] = []  # of the pool's memory, sorted, with the ends beside them
-        self._ends: list[int] = []
-        self._mark: object = None
-        self._growing = False  # any op may take memory now
-        self._known = False  # nothing was taken since the last look
-        self._turn = _Turn(self, device.index)
-        session_books.pools.add(self)
+        self._starts: list[int] = []  # where the spans of the pool's memory begin, sorted
+        self._ends: list[int] = []  # where the same spans end
+        self._mark: object = None  # the allocator's mark when the spans were read
+        self._growing = False  # a segment is being recorded, and any op may take memory
+        self._known = False  # the spans are current, and nobody has allocated since they were read
+        self._turn = _Turn(self, self.index)
+        open_captures.pools.add(self)
 
     def anchor(self) -> None:
-        """Keep the pool in use from its first recording on, by an empty graph.
+        """Record an empty graph into the pool, once, which keeps the pool in use.
 
-        torch's allocators let go of a pool whose last graph dies, and refuse to record into it afterwards: a first capture
-        that fails would take the pool with it.
+        torch's allocator releases a pool whose last graph dies, and refuses to record into it afterwards. Without this graph a
+        first capture that fails would make the pool unusable.
         """
         if self._anchor is None:
             graph = raw.new_graph()
@@ -92,6 +93,7 @@ class CudaPool:
             self._anchor = graph
 
     def owns(self, t: Tensor, look: bool = True) -> bool:
+        """Whether ``t``'s memory lies in this pool. ``look=False``: answer by what torch's allocator said last."""
         if t.device != self.device.torch_device:
             return False
         address = _torch.storage_span(t)[0]
@@ -99,7 +101,7 @@ class CudaPool:
 
     @contextlib.contextmanager
     def growing(self) -> Iterator[None]:
-        """While a segment is recorded, when any op may take memory for the pool."""
+        """Context: a segment is being recorded, and any op may take memory for the pool."""
         self._growing, self._known = True, False
         try:
             yield
@@ -111,11 +113,11 @@ class CudaPool:
         return i >= 0 and address < self._ends[i]
 
     def _grew(self) -> bool:
-        """Look again which memory is this pool's, if torch has taken any from the device since the last time."""
+        """Read which memory the pool has, if torch has taken any from the device since the last time. Returns whether it did."""
         if self._known:
             return False
         self._known = not self._growing
-        mark = raw.allocator_mark(self.device.index)
+        mark = raw.allocator_mark(self.index)
         if mark == self._mark:
             return False
         self._mark = mark
@@ -124,18 +126,22 @@ class CudaPool:
         return True
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor over a block of the pool; ``stride`` is in elements."""
         self._known = False
-        with torch.inference_mode(False), raw.allocating_from(self.id, self.device.index):
+        with torch.inference_mode(False), raw.allocating_from(self.id, self.index):
             return torch.empty_strided(size, stride, dtype=dtype, device=self.device.torch_device)
 
     def blocks(self) -> list[tuple[int, int]]:
+        """``(address, bytes)`` of every block that a tensor owns, or that waits for a stream to be done with it."""
         return [(address, size) for address, size, state in self._all_blocks() if state != "inactive"]
 
     def usage(self) -> PoolUsage:
+        """Bytes that torch's allocator has taken for the pool, and of the blocks in use."""
         blocks = self._all_blocks()
         return PoolUsage(sum(b[1] for b in blocks), sum(b[1] for b in blocks if b[2] != "inactive"))
 
     def poison(self) -> int:
+        """Fill every free block with 0xFF on the current stream. Returns how many bytes are filled."""
         filled = 0
         for address, size, state in self._all_blocks():
             if state == "inactive":
@@ -145,28 +151,32 @@ class CudaPool:
         return filled
 
     def turn(self) -> AbstractContextManager[None]:
+        """Context: this thread alone uses the pool, and the current stream waits for the last replay. Adds to ``replays``."""
         return self._turn
 
     def attach(self, capture: object) -> None:
-        with session_books.lock:
+        """Note that ``capture`` uses this pool."""
+        with open_captures.lock:
             self._attached.add(capture)
 
     def retire(self, capture: object, segments: Sequence[Segment]) -> None:
-        with session_books.lock:
+        """Note that ``capture`` is closed, and :meth:`flush` its segments with those retired before."""
+        with open_captures.lock:
             self._attached.discard(capture)
             self._retired.extend(segments)
             self.flush()
 
     def flush(self, even_if_attached: bool = False) -> None:
-        """Destroy what was retired, all at once, if nothing alive shares the pool.
+        """Destroy the retired segments, all at once, unless an attached capture still uses the pool.
 
-        Resetting one graph can free a cuBLAS workspace of the stream that other graphs baked (pytorch#193402). CUDA refuses it
-        while anything is recorded, and a replay may be under way on the very graphs: then it waits for the end of those.
+        They go together because resetting one graph can free a cuBLAS workspace whose address other graphs have baked in
+        (pytorch#193402). CUDA refuses a reset while anything is being recorded, and a replay of the same graphs may be under
+        way. In both cases the flush is put off until the capture or the turn ends.
         """
         if self._anchor is None or (self._attached and not even_if_attached):
             return
-        if session_books.open:
-            session_books.parked.append(self)
+        if open_captures.count:
+            open_captures.parked.append(self)
             return
         if self._devices or torch.cuda.is_current_stream_capturing():
             self._put_off = True
@@ -183,21 +193,17 @@ class CudaPool:
         torch.cuda.empty_cache()
 
     def follow(self, stream: int) -> None:
-        """Go on in ``stream``, the current one: what it is given waits for the last replay, wherever that ran."""
+        """Make the current stream, whose handle is ``stream``, wait for the last replay, on whatever stream that ran."""
         current = torch.cuda.current_stream(self.device.torch_device)
         if self._stream_object is not None:
             current.wait_stream(self._stream_object)
         self._stream, self._stream_object = stream, current
 
     def _segments(self) -> list[dict[str, Any]]:
-        mine = tuple(self.id)
-        return [
-            s
-            for s in raw.memory_segments(self.id)
-            if s["device"] == self.device.index and tuple(s.get("segment_pool_id", mine)) == mine
-        ]
+        return [s for s in raw.memory_segments(self.id) if s["device"] == self.index]
 
     def _all_blocks(self) -> list[tuple[int, int, str]]:
+        """``(address, bytes, state)`` of every block, free ones too."""
         found = []
         for s in self._segments():
             address = s["address"]
@@ -208,7 +214,10 @@ class CudaPool:
 
 
 class _Turn:
-    """Entering costs a lock and two comparisons; a generator-based context manager would cost ten times that."""
+    """A pool's turn: the pool's device is current, and the current stream waits for the last replay.
+
+    It is a class because entering one costs a lock and two comparisons, a tenth of a generator-based context manager.
+    """
 
     __slots__ = ("_index", "_pool")
 
@@ -220,7 +229,7 @@ class _Turn:
         pool._lock.acquire()
         try:
             before = raw.current_device()
-        except BaseException:  # nobody else would ever get a turn
+        except BaseException:  # if the lock stayed taken, no other thread would ever get a turn
             pool._lock.release()
             raise
         pool._devices.append(before)
@@ -244,5 +253,5 @@ class _Turn:
         finally:
             pool._lock.release()
         if pool._put_off:
-            with session_books.lock:
+            with open_captures.lock:
                 pool.flush()

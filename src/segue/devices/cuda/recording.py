@@ -1,4 +1,4 @@
-"""Recording a segment: a stream capture that becomes one graph."""
+"""Recording a segment on CUDA: a stream capture that becomes one graph."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ import torch
 from segue import _torch
 from segue.devices.cuda import raw
 from segue.devices.cuda.pool import CudaPool
-from segue.devices.cuda.side_streams import Seen, observing
-from segue.errors import CaptureError
+from segue.devices.cuda.side_streams import StreamEdges, observing
+from segue.errors import CaptureError, SegueError
 
 
 class CudaSegment:
-    """One instantiated CUDA graph. ``draws``: it was given a random generator of its own."""
+    """One instantiated CUDA graph, and its edges to other streams.
+
+    ``graph``: instantiated unless ``empty``. ``edges``: what the segment was seen to wait for and to record. ``device``: the
+    CUDA device's index. ``draws``: an op of the segment was given a random generator.
+    """
 
     __slots__ = ("_draws", "_events", "_forbid", "_waits", "empty", "graph", "launch")
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, empty: bool, seen: Seen, device: int, draws: bool = False) -> None:
-        self._waits, self._events = list(seen.waits), seen.records
+    def __init__(self, graph: torch.cuda.CUDAGraph, empty: bool, edges: StreamEdges, device: int, draws: bool = False) -> None:
+        self._waits, self._events = list(edges.waits), edges.records
         self.graph, self.empty = graph, empty and not self._waits and not self._events
         self._forbid, self._draws = _nothing, draws
         self.launch = self._surrounded(_nothing) if empty else lambda: self._first_launch(device)
 
     def _first_launch(self, device: int) -> None:
-        """By torch, which sets the generators that the graph draws from. If it draws from none, later launches do without."""
+        """Launch by torch, which sets the generators that the graph draws from. Without any, later launches bypass torch."""
         self.launch = launch = self._surrounded(raw.graph_launcher(self.graph))
         before = raw.random_state(device)
         launch()
@@ -38,7 +42,7 @@ class CudaSegment:
             self.launch, self._forbid = self._surrounded(plain[0]), plain[1]
 
     def discard(self) -> None:
-        pass
+        """Give up the segment. Recording ran nothing, so there is nothing to undo."""
 
     def destroy(self) -> None:
         """Free the graph. A later launch is an error, never a stale result."""
@@ -46,7 +50,7 @@ class CudaSegment:
         self.graph.reset()
 
     def _surrounded(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """``launch`` after what the segment was seen to wait for, and before the events that it was seen to record."""
+        """``launch``, preceded by the waits that the segment was seen to make, and followed by the events that it recorded."""
         waits, events = self._waits, self._events
         if not waits and not events:
             return launch
@@ -66,19 +70,19 @@ def _nothing() -> None:
 
 
 class CudaRecording:
-    """A stream capture under way on the current stream."""
+    """A stream capture under way on the current stream, into ``pool``. It begins when this is made."""
 
     reenter: AbstractContextManager[Any]
 
     def __init__(self, pool: CudaPool) -> None:
         pool.anchor()
-        self._device = pool.device.index
+        self._device = pool.index
         self._scope = ExitStack()
         self._scope.enter_context(pool.growing())
         self._graph, self._draws = raw.new_graph(), False
-        self._seen = Seen()
+        self._edges = StreamEdges()
         self._scope.enter_context(_fail_on_recompile())
-        self._scope.enter_context(observing(self._seen))
+        self._scope.enter_context(observing(self._edges))
         try:
             self._graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
         except BaseException:
@@ -86,6 +90,7 @@ class CudaRecording:
             raise
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one op, which the stream capture records, and note whether it is given a random generator."""
         if kwargs and kwargs.get("generator") is not None:
             self._draws = True
         return _torch.kernel(func)(*args, **kwargs)
@@ -95,6 +100,7 @@ class CudaRecording:
 
         Raises:
             CaptureError: CUDA had invalidated the capture.
+            SegueError: cuda-bindings doesn't say whether the graph is empty.
         """
         self._scope.close()
         try:
@@ -103,10 +109,13 @@ class CudaRecording:
                 self._graph.instantiate()
         except Exception as e:
             self.abort()
+            if isinstance(e, SegueError):
+                raise
             raise CaptureError(_why(str(e))) from e
-        return CudaSegment(self._graph, empty, self._seen, self._device, self._draws)
+        return CudaSegment(self._graph, empty, self._edges, self._device, self._draws)
 
     def abort(self) -> None:
+        """End the stream capture and drop the graph. Never raises."""
         self._scope.close()
         raw.abandon_graph(self._graph)
 
@@ -125,7 +134,10 @@ def _why(text: str) -> str:
 
 
 def _fail_on_recompile() -> AbstractContextManager[Any]:
-    """Compiled code that would recompile inside a capture invalidates it, and a far away op raises: name it instead."""
+    """Context: compiled code that would recompile raises an error that says so.
+
+    A compilation invalidates the capture, and otherwise some later op would raise an error that doesn't mention it.
+    """
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("fail_on_recompile")

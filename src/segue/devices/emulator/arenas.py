@@ -1,4 +1,4 @@
-"""Raw memory for an emulated graph pool: mapped arenas cut into blocks, best fit first."""
+"""Raw memory for an emulated graph pool: mapped arenas, cut into blocks by best fit."""
 
 from __future__ import annotations
 
@@ -6,18 +6,34 @@ import bisect
 import ctypes
 import mmap
 import sys
+from dataclasses import dataclass
 
-BLOCK = 512  # what the CUDA caching allocator rounds to
-ARENA = 1 << 20
+BLOCK = 512  # bytes; the CUDA caching allocator rounds to the same size
+ARENA = 1 << 20  # bytes; arenas are multiples of this
+
+
+@dataclass(frozen=True)
+class Extents:
+    """Where some arenas begin and end: two sorted lists of addresses, one entry an arena in each."""
+
+    starts: list[int]
+    ends: list[int]
+
+    def hold(self, address: int) -> bool:
+        """Whether ``address`` lies in one of the arenas."""
+        i = bisect.bisect_right(self.starts, address) - 1
+        return i >= 0 and address < self.ends[i]
 
 
 class Arenas:
-    """A best-fit allocator over arenas that never move. Not thread-safe: its pool holds a lock."""
+    """A best-fit allocator over arenas that never move. It is not thread-safe; its pool holds a lock.
+
+    ``extents``: of all arenas. It is replaced, never changed, when an arena comes or goes.
+    """
 
     def __init__(self) -> None:
         self._maps: dict[int, mmap.mmap] = {}  # by first address
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        self.extents = Extents([], [])
         self._by_size: list[tuple[int, int]] = []  # free (bytes, address), sorted
         self._free: dict[int, int] = {}  # free address -> bytes
         self._free_ends: dict[int, int] = {}  # end of a free block -> its address
@@ -27,17 +43,12 @@ class Arenas:
         """Bytes in all arenas."""
         return sum(len(m) for m in self._maps.values())
 
-    def holds(self, address: int) -> bool:
-        """Whether ``address`` lies in an arena."""
-        i = bisect.bisect_right(self._starts, address) - 1
-        return i >= 0 and address < self._ends[i]
-
     def free_blocks(self) -> list[tuple[int, int]]:
         """``(address, bytes)`` of every free block."""
         return list(self._free.items())
 
     def take(self, nbytes: int) -> tuple[int, int]:
-        """A block of at least ``nbytes``: its address and its size."""
+        """Take a free block of at least ``nbytes``, or map an arena for it. Returns its address and its size in bytes."""
         need = max(BLOCK, -(-nbytes // BLOCK) * BLOCK)
         i = bisect.bisect_left(self._by_size, (need, 0))
         if i == len(self._by_size):
@@ -50,7 +61,7 @@ class Arenas:
         return address, need
 
     def give(self, address: int, size: int) -> None:
-        """Take back a block, joined with its free neighbours in the same arena."""
+        """Take back a block of ``size`` bytes, and join it with its free neighbours in the same arena."""
         end = address + size
         if end not in self._maps and end in self._free:
             size += self._free[end]
@@ -81,7 +92,7 @@ class Arenas:
 
     def _index(self) -> None:
         starts = sorted(self._maps)
-        self._starts, self._ends = starts, [s + len(self._maps[s]) for s in starts]
+        self.extents = Extents(starts, [s + len(self._maps[s]) for s in starts])
 
     def _put(self, address: int, size: int) -> None:
         self._free[address] = size

@@ -16,7 +16,7 @@ from segue.devices.protocol import Traits
 
 
 class Emulator:
-    """Records and replays segments on CPU tensors."""
+    """The device that records and replays segments on CPU tensors. It has no streams and no driver memory."""
 
     name = "emulator"
     torch_device = torch.device("cpu")
@@ -27,19 +27,23 @@ class Emulator:
         self._lock = threading.Lock()
 
     def default_pool(self) -> EmulatedPool:
+        """The pool that captures share unless they are given another."""
         with self._lock:
             if self._pool is None:
                 self._pool = self.new_pool()
             return self._pool
 
     def new_pool(self) -> EmulatedPool:
+        """A pool of its own."""
         return EmulatedPool(self)
 
     def default_stream(self) -> Any:
+        """None: there are no streams."""
         return None
 
     @contextmanager
     def session(self, pool: EmulatedPool, stream: Any) -> Iterator[None]:
+        """Context of a whole capture, which holds the pool's turn."""
         with pool.turn():
             try:
                 yield
@@ -47,13 +51,21 @@ class Emulator:
                 host_guard.sweep()
 
     def begin(self, pool: EmulatedPool) -> EmulatedRecording:
+        """Start recording a segment into ``pool``.
+
+        Raises:
+            UsageError: another segment is being recorded into it.
+        """
         return EmulatedRecording(pool)
 
     def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
+        """Run ``fn``. Returns its result, and False: there are no other streams to wait for."""
         return fn(), False
 
     def synchronize(self) -> None:
+        """Do nothing: every op is done when it returns."""
         return None
 
     def driver_bytes(self) -> int:
+        """0: there is no driver."""
         return 0

@@ -1,4 +1,4 @@
-"""Host reads and host factories, which never reach the dispatcher on CPU tensors: a function mode sees them."""
+"""A function mode that sees host reads and host factories, which never reach the dispatcher on CPU tensors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Rule = Callable[["HostGuard", Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class HostGuard(TorchFunctionMode):
-    """Refuses, while ``on``, what CUDA would read from the host or copy from there.
+    """Refuses, while ``on``, calls that on CUDA would read a tensor on the host or copy from the host.
 
-    ``refuse`` is told of each refusal. ``literals``: storages that, on CUDA, would be CPU scalars.
+    ``refuse`` is called with each error. ``literals``: keys of the storages that would be CPU scalars on CUDA.
     """
 
     def __init__(self, refuse: Callable[[CaptureError], CaptureError], literals: Container[int]) -> None:
@@ -31,17 +31,17 @@ class HostGuard(TorchFunctionMode):
         self._refuse = refuse
 
     def enter(self) -> None:
-        """Begin, below the user's modes: those may be left before the segment ends, or after it."""
+        """Activate this mode below the user's modes, which may be left before the segment ends or after it."""
         _torch.put_function_mode_below(self)
 
     def leave(self) -> None:
-        """End, wherever in the stack this is by now."""
+        """Deactivate this mode, wherever in the stack it is by now."""
         self.on = False
         _torch.take_function_modes_out(lambda mode: mode is self)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """On again in a Python kernel, which runs while this mode's own handler waits for it."""
+        """Context: the mode is active in a Python kernel that runs inside this mode's own handler."""
         if _torch.function_mode_is_on(self):
             yield
             return
@@ -64,17 +64,17 @@ class HostGuard(TorchFunctionMode):
 
 
 def sweep() -> None:
-    """Take out guards of finished segments.
+    """Take the guards of finished segments off the stack of function modes.
 
-    Torch puts a mode back when its handler returns, even if the segment ended in between (a break in a Python kernel).
+    Torch puts a mode back when its handler returns, even if the segment ended meanwhile, at a break inside a Python kernel.
     """
     _torch.take_function_modes_out(lambda mode: isinstance(mode, HostGuard) and not mode.on)
 
 
 def eager_compiled() -> AbstractContextManager[Any]:
-    """Run compiled functions as the Python they were made of.
+    """Context: compiled functions run as the Python they were made of.
 
-    Without dynamo there are none, and it takes too long to import it for nothing.
+    If dynamo is not imported there are no compiled functions, and importing it takes seconds, so then this does nothing.
     """
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
@@ -88,7 +88,7 @@ def _read(guard: HostGuard, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _to(guard: HostGuard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = (*args[1:2], *(kwargs[k] for k in ("device", "other") if k in kwargs))
-    # Another tensor's .device is a torch.device: only the written word means the host.
+    # On the emulator a tensor's .device is the CPU too, as a torch.device; only the string "cpu" must mean the host.
     if "cpu" in (a for a in target if isinstance(a, str)):
         raise op_rules.refusal('Tensor.to("cpu")', op_rules.HOST_READ)
     moves = any(isinstance(a, torch.device | Tensor) for a in target)
@@ -119,7 +119,7 @@ def _new_tensor(guard: HostGuard, func: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _deepcopy(guard: HostGuard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # CUDA copies the storage by an op that a graph holds, the host behind the dispatcher's back.
+    # On CUDA a deep copy is an op that a graph records; on CPU tensors the dispatcher doesn't see the copy, so it is made here.
     t, memo = args
     if type(t) is not Tensor:
         raise op_rules.refusal("copy.deepcopy()", "the emulator doesn't see it. Use clone().")
@@ -132,7 +132,7 @@ def _one_hot(guard: HostGuard, func: Any, args: tuple[Any, ...], kwargs: dict[st
     x = args[0] if args else kwargs.get("input", kwargs.get("tensor"))
     if not isinstance(classes, int) or classes <= 0 or x is None or x.dtype is not torch.int64:
         return func(*args, **kwargs)
-    # The CPU kernel reads values on the host to check them, CUDA's doesn't.
+    # The CPU kernel reads the values on the host to check them, and CUDA's kernel doesn't.
     return x.new_zeros((*x.shape, classes)).scatter_(-1, x.unsqueeze(-1), 1)
 
 

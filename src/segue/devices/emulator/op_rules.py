@@ -1,4 +1,4 @@
-"""What the emulator knows about an op, learned once per op: how to run it, and whether CUDA could capture it."""
+"""What the emulator knows about each op: how to run it, and whether CUDA could capture it. It is worked out once per op."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ _ALLOCATES = {"empty", "empty_strided", "empty_like", "empty_permuted", "new_emp
 
 
 @dataclass(frozen=True)
-class Facts:
-    """One op.
+class OpInfo:
+    """What the emulator knows about one op.
 
-    ``opens``: dispatch key whose kernel is run under the capture's mode, so that the ops inside arrive one by one.
-    ``body``: the Python function of a custom op, run in the same way. ``writes``: arguments written in place, by
-    position and by name. ``allocates``: gives uninitialised memory and launches nothing. ``acts``: returns nothing, so
-    it is there for an effect. ``refused``: why no graph can hold it. ``checked``: :func:`check_arguments` looks at each
-    call.
+    ``op``: its name without ``aten::``. ``run``: its kernel. ``opens``: the dispatch key whose kernel is run under the capture's
+    mode, so that the ops inside arrive one by one; None to record the op as it is. ``body``: the Python function of a custom op,
+    which is run in the same way. ``writes``: positions and names of the arguments that the op writes in place. ``allocates``: it
+    returns uninitialised memory and launches no kernel. ``acts``: it returns nothing, so it is called for an effect. ``random``:
+    it draws random numbers. ``refused``: why no graph can hold it, or None. ``checked``: :func:`check_arguments` must look at
+    each call.
     """
 
     op: str
@@ -59,11 +60,15 @@ class Facts:
     checked: bool
 
 
-_known: dict[Any, Facts] = {}
+_known: dict[Any, OpInfo] = {}
 
 
-def facts(func: Any) -> Facts:
-    """What there is to know about an ``OpOverload``."""
+def op_info(func: Any) -> OpInfo:
+    """What the emulator knows about an ``OpOverload``.
+
+    Raises:
+        CaptureError: ``func`` is a higher-order op.
+    """
     found = _known.get(func)
     if found is None:
         found = _known[func] = _learn(func)
@@ -71,9 +76,9 @@ def facts(func: Any) -> Facts:
 
 
 def check_arguments(
-    known: Facts, args: tuple[Any, ...], kwargs: dict[str, Any], literals: Container[int]
+    known: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], literals: Container[int]
 ) -> str | None:
-    """Why CUDA can't capture this very call, or None. ``literals``: storages of Python numbers made into tensors."""
+    """Why CUDA can't capture a call with these arguments, or None. ``literals``: keys of storages made from Python numbers."""
 
     def argument(position: int, name: str, default: Any = None) -> Any:
         return args[position] if len(args) > position else kwargs.get(name, default)
@@ -100,12 +105,12 @@ def check_arguments(
 
 
 def refusal(op: str, why: str) -> CaptureError:
-    """The error for ``op`` at the user's line."""
+    """The error that refuses ``op``, with the user's line and the reason."""
     return CaptureError(f"{op} at {_source_lines.caller()} can't be in a segment: {why}")
 
 
 def host_factory(call: str) -> str:
-    """Why a factory without a device is refused."""
+    """Why a call of the factory ``call`` (``torch.zeros``) without a device is refused."""
     return (
         "without device= it allocates on the host, and CUDA refuses the copy from there (pageable memory) while it "
         f"records. Write {call}(..., device=x.device)."
@@ -136,7 +141,7 @@ def _pageable(shape: tuple[int, ...]) -> str:
     )
 
 
-def _learn(func: Any) -> Facts:
+def _learn(func: Any) -> OpInfo:
     if not isinstance(func, torch._ops.OpOverload):
         raise refusal(str(func), f"the emulator of CUDA graphs records plain ops, not higher-order ones. {MEND}.")
     name, schema, tags = _torch.op_name(func), func._schema, func.tags
@@ -156,7 +161,7 @@ def _learn(func: Any) -> Facts:
         opens, body = _torch.python_kernel(name), _torch.custom_op_body(name)
         if opens is None and _torch.has_kernel(name, "CompositeImplicitAutograd"):
             opens = "CompositeImplicitAutograd"
-    return Facts(
+    return OpInfo(
         op=op,
         run=_torch.kernel(func),
         opens=opens,

@@ -7,67 +7,72 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from segue import _torch
 from segue.devices.emulator.arenas import Arenas
-from segue.devices.protocol import PoolUsage, Segment
-
-if TYPE_CHECKING:
-    from segue.devices.emulator.device import Emulator
+from segue.devices.protocol import Device, PoolUsage, Segment
 
 _CPU = torch.device("cpu")
-
-
-class Destroyable(Protocol):
-    """A segment that can be told to let go of its memory."""
-
-    def destroy(self) -> None: ...
 
 
 class EmulatedPool:
     """Graph memory on the host.
 
-    ``poison_freed``: fill a block with 0xFF (NaN in every float dtype) the moment its last tensor dies. New pools take
-    it from the environment variable ``SEGUE_POISON`` (``1`` means on).
+    ``poison_freed``: fill a block with 0xFF (NaN in every float dtype) the moment its last tensor dies. A new pool reads
+    this setting from the environment variable ``SEGUE_POISON`` (``1`` means on).
     """
 
-    def __init__(self, device: Emulator) -> None:
-        self.device: Any = device
+    def __init__(self, device: Device) -> None:
+        self.device = device
         self.replays = 0
         self.poison_freed = os.environ.get("SEGUE_POISON", "") not in ("", "0")
-        self.recording = False
+        self.recording = False  # whether a segment is being recorded into this pool
         self._arenas = Arenas()
+        self._known = self._arenas.extents  # the arenas as they were when somebody last looked
         self._live: dict[int, tuple[int, int]] = {}  # address -> bytes, serial number of the allocation
         self._serial = 0
-        self._dead: deque[int] = deque()
-        self._books = threading.Lock()
+        self._dead: deque[int] = deque()  # addresses whose tensors died and whose blocks are not free yet
+        self._lock = threading.Lock()
         self._turn = _Turn(self)
         self._attached: set[object] = set()
         self._retired: list[Segment] = []
-        self._retiring = False  # the last capture has gone, and memory may go with the last block
-        self._segments: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._retiring = False  # the last capture is closed, so memory is handed back when the last block is free
+        self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
 
     def owns(self, t: Tensor, look: bool = True) -> bool:
-        return t.device.type == "cpu" and self.holds(_torch.storage_span(t)[0])
+        """Whether ``t``'s memory lies in this pool. ``look=False``: answer by the arenas that :meth:`look` found last."""
+        if look:
+            self.look()
+        return t.device.type == "cpu" and self._known.hold(_torch.storage_span(t)[0])
+
+    def look(self) -> None:
+        """Learn which arenas the pool has now, for ``owns(look=False)``.
+
+        The emulator could always know. A CUDA pool has to ask torch's allocator, and code that forgets it must fail here too.
+        """
+        self._known = self._arenas.extents
 
     def holds(self, address: int) -> bool:
-        """Whether ``address`` lies in this pool."""
-        return self._arenas.holds(address)
+        """Whether ``address`` lies in this pool now, whoever looked."""
+        return self._arenas.extents.hold(address)
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor over a new block; ``stride`` is in elements."""
         return self.allocate(_extent(size, stride) * dtype.itemsize, dtype, size, stride, 0)
 
     def allocate(
         self, nbytes: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
     ) -> Tensor:
-        """A tensor over a block of its own. The block is free again when the last C++ reference to its storage dies."""
-        with self._open():
+        """A tensor over a new block of ``nbytes`` bytes; ``offset`` is in elements.
+
+        The block is free again when the last C++ reference to the tensor's storage dies.
+        """
+        with self._settled():
             address, taken = self._arenas.take(nbytes)
             self._serial += 1
             self._live[address] = taken, self._serial
@@ -77,36 +82,42 @@ class EmulatedPool:
 
     @property
     def serial(self) -> int:
-        """Number of the latest allocation."""
+        """Number of the latest allocation; allocations are counted from 1."""
         return self._serial
 
     def serial_of(self, address: int) -> int:
-        """Number of the allocation that owns the block at ``address``, 0 if no tensor owns it."""
+        """Number of the allocation that owns the block at ``address``; 0 if no tensor owns it."""
         return self._live[address][1] if address in self._live else 0
 
     def blocks(self) -> list[tuple[int, int]]:
-        with self._open():
+        """``(address, bytes)`` of every block that a tensor owns right now. Bytes are rounded up to a multiple of 512."""
+        with self._settled():
             return [(address, size) for address, (size, _) in self._live.items()]
 
     def usage(self) -> PoolUsage:
-        with self._open():
+        """Bytes of all arenas, and of the blocks in use."""
+        with self._settled():
             return PoolUsage(self._arenas.reserved, sum(size for size, _ in self._live.values()))
 
     def poison(self) -> int:
-        with self._open():
+        """Fill every free block with 0xFF (NaN in every float dtype). Returns how many bytes were filled."""
+        with self._settled():
             free = self._arenas.free_blocks()
             for address, size in free:
                 ctypes.memset(address, 0xFF, size)
         return sum(size for _, size in free)
 
     def turn(self) -> AbstractContextManager[None]:
+        """Context: this thread alone uses the pool. Adds to ``replays``."""
         return self._turn
 
     def attach(self, capture: object) -> None:
+        """Note that ``capture`` uses this pool."""
         self._retiring = False
         self._attached.add(capture)
 
     def retire(self, capture: object, segments: Sequence[Segment]) -> None:
+        """Note that ``capture`` is closed. Without an attached capture, destroy all segments and unmap free arenas."""
         self._attached.discard(capture)
         self._retired.extend(segments)
         if self._attached:
@@ -114,30 +125,28 @@ class EmulatedPool:
         self._retiring = True
         with self._turn.lock:
             while self._retired:
-                destroy: Callable[[], None] | None = getattr(self._retired.pop(), "destroy", None)
-                if destroy is not None:
-                    destroy()
-            with self._open():
-                pass  # hands memory back
+                self._retired.pop().destroy()
+            with self._settled():
+                pass  # entering and leaving hands the memory back
 
-    def adopt(self, segment: Destroyable) -> None:
-        """``segment`` has addresses of this pool baked in: nothing is handed back while it could be launched."""
+    def adopt(self, segment: Segment) -> None:
+        """Hand no memory back while ``segment``, which has addresses of this pool baked in, could be launched."""
         self._segments.add(segment)
 
-    def disown(self, segment: Destroyable) -> None:
-        """``segment`` was destroyed."""
+    def disown(self, segment: Segment) -> None:
+        """Forget ``segment``, which was destroyed."""
         self._segments.discard(segment)
 
     def _died(self, address: int) -> None:
-        # This may run inside any allocation, on a thread that holds the lock or not: its holder does the rest.
+        # A finalizer may run inside any allocation, also on the thread that holds the lock. Then that thread frees the block.
         self._dead.append(address)
-        if self._books.acquire(blocking=False):
+        if self._lock.acquire(blocking=False):
             try:
-                self._bury()
+                self._free_dead()
             finally:
-                self._books.release()
+                self._lock.release()
 
-    def _bury(self) -> None:
+    def _free_dead(self) -> None:
         while self._dead:
             address = self._dead.popleft()
             size, _ = self._live.pop(address)
@@ -146,17 +155,19 @@ class EmulatedPool:
             self._arenas.give(address, size)
         if self._retiring and not (self._segments or self.recording):
             self._arenas.release()
+            self.look()  # what is allocated elsewhere at the same addresses is not the pool's
 
     @contextmanager
-    def _open(self) -> Iterator[None]:
-        with self._books:
-            self._bury()
+    def _settled(self) -> Iterator[None]:
+        """Hold the lock, and free the blocks of dead tensors before and after."""
+        with self._lock:
+            self._free_dead()
             yield
-            self._bury()
+            self._free_dead()
 
 
 class _Turn:
-    """Reentrant: a break of one capture may replay another one of the same pool."""
+    """A pool's turn. It is reentrant, because a break of one capture may replay another capture of the same pool."""
 
     __slots__ = ("_pool", "lock")
 

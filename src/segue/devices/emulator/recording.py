@@ -1,4 +1,4 @@
-"""Recording a segment: every op runs at once, and again in each replay."""
+"""Recording a segment on the emulator: every op runs at once, and again at each replay."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Generator, Tensor
 
 from segue import _source_lines, _torch
 from segue.devices.emulator.host_guard import HostGuard, eager_compiled
-from segue.devices.emulator.op_rules import MEND, Facts, check_arguments, facts, refusal
+from segue.devices.emulator.op_rules import MEND, OpInfo, check_arguments, op_info, refusal
 from segue.devices.emulator.pool import EmulatedPool
-from segue.devices.emulator.tape import EmulatedSegment, External, Step, Store
+from segue.devices.emulator.tape import EmulatedSegment, Store, TapeExternal, TapeStep
 from segue.errors import CaptureError, UsageError
 
 _CPU = torch.device("cpu")
@@ -25,7 +25,11 @@ _no_subclass = torch.Tensor.__torch_dispatch__
 
 
 class EmulatedRecording:
-    """The tape being written. What an op makes is moved into the pool; the tape's aliases own nothing of the pool."""
+    """A tape being written.
+
+    What an op makes is moved into the pool. The tape reads and writes it through tensors that own no memory of the pool, so a
+    block is free again when the user's last tensor over it dies.
+    """
 
     reenter: AbstractContextManager[Any]
 
@@ -33,8 +37,8 @@ class EmulatedRecording:
         if pool.recording:
             raise UsageError("this pool is being recorded into already; one capture at a time")
         self._pool, self._first_serial = pool, pool.serial
-        self._steps: list[Step] = []
-        self._externals: dict[int, External] = {}
+        self._steps: list[TapeStep] = []
+        self._externals: dict[int, TapeExternal] = {}  # by storage
         self._literals: dict[int, Tensor] = {}  # held, so that no later storage takes over the identity
         self._refused: CaptureError | None = None
         self._undo: dict[tuple[str, int], Callable[[], None]] = {}
@@ -48,6 +52,7 @@ class EmulatedRecording:
         self._stance.__enter__()
         self._guard.enter()
         pool.recording = True
+        pool.look()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func`` and record it.
@@ -55,7 +60,7 @@ class EmulatedRecording:
         Raises:
             CaptureError: CUDA could not capture this call. The recording can't be committed any more.
         """
-        known = facts(func)
+        known = op_info(func)
         operands = _torch.tensors(args, kwargs)
         for t in operands:
             if type(t) not in _PLAIN and type(t).__torch_dispatch__ is not _no_subclass:
@@ -76,16 +81,16 @@ class EmulatedRecording:
                 return result
             return self._record(known, operands, args, kwargs, result)
 
-    def _opened(self, func: Any, known: Facts, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _opened(self, func: Any, known: OpInfo, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if known.body is not None:
             with _torch.function_modes_on(), self._guard.inside(), self.reenter:
                 return known.body(*args, **kwargs)
-        # A function mode that saw this call would make the whole call again, and not open it.
+        # A function mode that saw this call would make the whole call again instead of opening it.
         with _torch.function_modes_off(), self.reenter:
             return _torch.open_composite(func, key, *args, **kwargs)
 
     def refuse(self, error: CaptureError) -> CaptureError:
-        """Remember the first refusal: as on CUDA, whoever swallows it has a recording that can't be used any more."""
+        """Remember the first refusal and return ``error``. As on CUDA, a recording is unusable even if the error is swallowed."""
         self._refused = self._refused or error
         return error
 
@@ -93,7 +98,7 @@ class EmulatedRecording:
         """End the recording.
 
         Raises:
-            CaptureError: something was refused while it was recorded, even if nobody let that error through.
+            CaptureError: something was refused while it was recorded, even if the forward swallowed that error.
         """
         if self._refused is None and torch.default_generator.initial_seed() != self._seed:
             self._refused = CaptureError(
@@ -114,7 +119,7 @@ class EmulatedRecording:
         return EmulatedSegment(self._steps, list(self._externals.values()), self._pool, take_back)
 
     def abort(self) -> None:
-        """End the recording and take back what its ops wrote and drew: on CUDA they would not have run."""
+        """End the recording, and undo the writes and random draws of its ops, which CUDA would not have run."""
         self._refused = None  # its traceback holds the forward's tensors
         if not self._open:
             return
@@ -132,7 +137,7 @@ class EmulatedRecording:
         self._guard.leave()
         self._stance.__exit__(None, None, None)
 
-    def _check(self, known: Facts, operands: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check(self, known: OpInfo, operands: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         why = known.refused
         if why is None and known.checked:
             why = check_arguments(known, args, kwargs, self._literals)
@@ -146,9 +151,9 @@ class EmulatedRecording:
             raise self.refuse(refusal(known.op, why))
 
     def _record(
-        self, known: Facts, operands: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+        self, known: OpInfo, operands: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
-        fresh = _Fresh(self._pool, known, {_torch.storage_key(t) for t in operands})
+        fresh = _NewResults(self._pool, known, {_torch.storage_key(t) for t in operands})
         mine = fresh.take(result, ())
         if fresh.refused is not None:
             raise self.refuse(refusal(known.op, fresh.refused))
@@ -156,7 +161,7 @@ class EmulatedRecording:
             where = _source_lines.caller()
             bake = partial(self._bake, known.op, where)
             run = partial(known.run, *_map(bake, args), **{k: _map(bake, v) for k, v in kwargs.items()})
-            self._steps.append(Step(run, _joined(fresh.stores), known.op, where))
+            self._steps.append(TapeStep(run, _joined(fresh.stores), known.op, where))
         return mine
 
     def _bake(self, op: str, where: str, t: Tensor) -> Tensor:
@@ -169,10 +174,10 @@ class EmulatedRecording:
             plain = _torch.alias(t)
             key = _torch.storage_key(t)
             if nbytes and key not in self._externals:
-                self._externals[key] = External(t.untyped_storage(), address, op, where)
+                self._externals[key] = TapeExternal(t.untyped_storage(), address, op, where)
         return _torch.lazy_bits(plain, t)
 
-    def _save_written(self, known: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _save_written(self, known: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for t in _torch.tensors(_torch.written(known.writes, args, kwargs), {}):
             address, nbytes = _torch.storage_span(t)
             if not nbytes:
@@ -194,10 +199,10 @@ class EmulatedRecording:
             self._generators[generator] = generator.get_state()
 
 
-class _Fresh:
-    """Moves what one op made into the pool. What shares memory with an operand stays: views, and in-place results."""
+class _NewResults:
+    """Moves what one op made into the pool. Views and in-place results, which share memory with an operand, stay."""
 
-    def __init__(self, pool: EmulatedPool, known: Facts, given: set[int]) -> None:
+    def __init__(self, pool: EmulatedPool, known: OpInfo, given: set[int]) -> None:
         self.stores: list[tuple[tuple[int, ...], Store]] = []  # where in the result, and how a replay writes it
         self.refused: str | None = None
         self.fill = not known.allocates or _torch.fills_empty()
@@ -255,7 +260,7 @@ def _bytes(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
 
 
 def _writer(baked: Tensor) -> Store:
-    """How to write a result of the same geometry into ``baked``. Expanded dimensions hold one value, written once."""
+    """How to write a result of the same geometry into ``baked``. An expanded dimension has one value, which is written once."""
     if 0 not in baked.stride() or not any(s == 0 and n > 1 for n, s in zip(baked.size(), baked.stride(), strict=True)):
         return baked.copy_
     once = tuple(slice(0, 1) if s == 0 else slice(None) for s in baked.stride())
@@ -264,6 +269,7 @@ def _writer(baked: Tensor) -> Store:
 
 
 def _joined(stores: list[tuple[tuple[int, ...], Store]]) -> Store | None:
+    """One store for all tensors in an op's result; each has its path in the nested result."""
     if not stores:
         return None
     if len(stores) == 1 and not stores[0][0]:
@@ -289,5 +295,6 @@ def _map(bake: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 @contextlib.contextmanager
 def _plain() -> Iterator[None]:
+    """Run torch's own kernels: neither function modes nor dispatch modes see a call."""
     with _torch.function_modes_off(), _torch.dispatch_modes_off():
         yield

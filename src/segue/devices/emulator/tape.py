@@ -1,4 +1,4 @@
-"""A segment of the emulator: ops over baked addresses, run in order by a loop that knows nothing else."""
+"""A segment of the emulator: a list of ops over baked addresses, and the loop that runs them in order."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from segue import _torch
 from segue.devices.emulator.pool import EmulatedPool
 from segue.errors import ReplayError
 
-Store = Callable[[Any], Any]
+Store = Callable[[Any], Any]  # writes what an op returned to where the segment keeps it
 
 
 @dataclass(frozen=True)
-class External:
-    """Memory outside the pool that a segment uses: kept alive, and expected to stay where it is."""
+class TapeExternal:
+    """Memory outside the pool that a segment uses. The segment keeps it alive and refuses to run if it moved.
+
+    ``address``: where the storage began when it was recorded. ``op`` and ``where``: the first op that used it, and its line.
+    """
 
     storage: torch.UntypedStorage
     address: int
@@ -26,8 +29,12 @@ class External:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One op: ``run`` with all its arguments bound, ``store`` for what it returns (None: nothing to store)."""
+class TapeStep:
+    """One op of a tape.
+
+    ``run``: the op with all its arguments bound. ``store``: is given what ``run`` returns; None if nothing has to be stored.
+    ``op`` and ``where``: its name and the user's line.
+    """
 
     run: Callable[[], Any]
     store: Store | None
@@ -38,25 +45,26 @@ class Step:
 class EmulatedSegment:
     """A recorded tape.
 
-    Recording ran every op, with the effect that the first launch has on CUDA. So the first launch after ``commit``
-    finds its work done, and the ones after it run the tape. Whoever commits a segment launches it before any other launch, or
-    discards it: then ``take_back`` undoes what its ops wrote outside the pool.
+    The recording already ran every op, which is the effect that the first launch has on CUDA. So the first launch after
+    ``commit`` does nothing, and every later one runs the tape. Whoever commits a segment must launch it before any other
+    segment, or discard it; ``discard`` calls ``take_back``, which undoes what the ops wrote outside the pool.
     """
 
     def __init__(
-        self, steps: list[Step], externals: list[External], pool: EmulatedPool, take_back: Callable[[], object]
+        self, steps: list[TapeStep], externals: list[TapeExternal], pool: EmulatedPool, take_back: Callable[[], object]
     ) -> None:
         self._take_back: Callable[[], object] | None = take_back
-        self.steps: tuple[Step, ...] = tuple(steps)
+        self.steps: tuple[TapeStep, ...] = tuple(steps)
         self._destroyed = False
         self._externals = externals
         self._addresses = [(e.storage.data_ptr, e.address) for e in externals]
-        self._ran = bool(steps)
+        self._ran = bool(steps)  # by the recording, in place of the first launch
         self._pool = pool
         pool.adopt(self)
 
     @property
     def empty(self) -> bool:
+        """Whether the tape has no op."""
         return not self.steps
 
     def launch(self) -> None:
@@ -76,7 +84,7 @@ class EmulatedSegment:
                 raise self._moved()
         step = None
         try:
-            # As a graph: no mode, no autograd and no cast of the caller's gets between the ops.
+            # A graph launch ignores the caller's modes, autograd and autocast, and so does a tape.
             with (
                 _torch.inference_guard(True),
                 _torch.function_modes_off(),
@@ -94,12 +102,13 @@ class EmulatedSegment:
             raise
 
     def discard(self) -> None:
+        """Undo what the ops wrote outside the pool, unless the segment was launched."""
         if self._take_back is not None:
             self._take_back()
         self._take_back = None
 
     def destroy(self) -> None:
-        """Let go of everything. A later launch is refused."""
+        """Drop the tape and the external tensors that it keeps alive. A later launch is refused."""
         self._destroyed = True
         self.steps, self._externals, self._addresses = (), [], []
         self._pool.disown(self)
