@@ -129,7 +129,7 @@ def test_a_trunk_that_writes_its_input_meets_fresh_padding_at_every_run(device: 
     with segue.PrimeGraph(trunk, BUCKET, device=device) as prime:
         for n in (20, 4, 4, 31):
             _check(prime, trunk, prompt(n, device))
-            assert bool((prime._inputs.x[n:] == 1).all())
+            assert bool((prime._bound.inputs.x[n:] == 1).all())
 
 
 class Memo(tiny_trunk.Dense):
