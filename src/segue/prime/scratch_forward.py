@@ -180,7 +180,9 @@ class ScratchForward:
             finally:
                 marks.end()
             if at_end is not None:
-                capture.at_end(at_end(results))
+                due = [at_end(results)]
+                # The capture keeps its callbacks. This one is popped, so that it holds no session once the forward has run.
+                capture.at_end(lambda: due.pop()())
         # In the pool, results are only needed from a replay to the copy after it, which one turn covers.
         views = tuple(weak_ref_tensor(t) if capture.pool.owns(t) else t for t in results)
         self.seconds = time.perf_counter() - start
