@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 from typing import Any
@@ -129,7 +130,7 @@ def test_a_trunk_that_writes_its_input_meets_fresh_padding_at_every_run(device: 
     with segue.PrimeGraph(trunk, BUCKET, device=device) as prime:
         for n in (20, 4, 4, 31):
             _check(prime, trunk, prompt(n, device))
-            assert bool((prime._inputs.x[n:] == 1).all())
+            assert bool((prime._bound.inputs.x[n:] == 1).all())
 
 
 class Memo(tiny_trunk.Dense):
@@ -228,3 +229,46 @@ def test_a_closed_graph_refuses_and_leaves_the_session_alone(device: Device, den
     with pytest.raises(segue.SegueError, match=r"prime graph of 32 rows can't be replayed: it was closed"):
         prime.run(prompt(9, device), session)
     assert session.length == 0 and not session.kv.any()
+
+
+def test_recapture_takes_in_weights_modules_and_caches_that_were_re_pointed(device: Device, dense_trunk: Any) -> None:
+    with segue.PrimeGraph(dense_trunk, BUCKET, device=device, cuts=[1]) as prime:
+        before, scratch = prime.capture, prime.scratch
+        weight = dense_trunk.merge[1].weight
+        weight.data = weight.data * 2
+        prime.scratch.kv = prime.scratch.kv.clone()
+        with pytest.raises(segue.SegueError, match=r"other memory than at capture.*call recapture\(\) on the prime graph of 32"):
+            prime.run(prompt(9, device), dense_trunk.new_cache(16))
+        prime.recapture()
+        assert prime.capture is not before and prime.scratch is not scratch and prime.cuts == (1,) and prime.graphs == 2
+        for n in (9, 32, 1):
+            _check(prime, dense_trunk, prompt(n, device))
+        dense_trunk.mlp[1] = copy.deepcopy(dense_trunk.mlp[1])
+        with pytest.raises(segue.SegueError, match=r"mlp\.1 was replaced since the capture.*call recapture\(\)"):
+            prime.run(prompt(9, device), dense_trunk.new_cache(16))
+        prime.recapture()
+        _check(prime, dense_trunk, prompt(20, device))
+
+
+def test_a_recapture_that_fails_leaves_the_graph_as_it_was(device: Device, dense_trunk: Any) -> None:
+    with segue.PrimeGraph(dense_trunk, BUCKET, device=device) as prime:
+        before = prime.capture
+        dense_trunk.mlp[1].train()
+        with pytest.raises(segue.SegueError, match=r"Sequential 'mlp.1' is in training mode"):
+            prime.recapture()
+        dense_trunk.mlp[1].eval()
+        dense_trunk.head = lambda last: last * last.max().item()
+        with pytest.raises(segue.SegueError, match="can't be in a graph"):
+            prime.recapture()
+        del dense_trunk.head
+        assert prime.capture is before
+        _check(prime, dense_trunk, prompt(9, device))
+
+
+def test_a_closed_graph_and_one_inside_a_capture_refuse_to_recapture(device: Device, dense_trunk: Any) -> None:
+    prime = segue.PrimeGraph(dense_trunk, BUCKET, device=device)
+    with pytest.raises(segue.SegueError, match="inside another capture"), segue.BreakableCapture(device=device):
+        prime.recapture()
+    prime.close()
+    with pytest.raises(segue.SegueError, match=r"it was closed, so it can't be recaptured. Make a new PrimeGraph"):
+        prime.recapture()

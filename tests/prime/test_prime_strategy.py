@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -196,3 +198,27 @@ def test_cuts_that_are_no_marks_of_the_trunk_are_refused_as_in_a_prime_graph(dev
         runner(x, ctx=Forward(dense_trunk, [7]))
         with pytest.raises(segue.SegueError, match="99 is no mark of this trunk"):
             runner(x, ctx=Forward(dense_trunk, [7]))
+
+
+def test_a_capture_holds_no_session_and_goes_with_its_program_at_once(device: Device, dense_trunk: Any) -> None:
+    strategy = PrimeStrategy(dense_trunk, fresh)
+    inputs = {"x": Input(token_dim=0, pad=0.0)}
+    strategies = [strategy, Breakable()]
+    with GraphRunner(lambda x: live(x) * 1, inputs=inputs, buckets=[8], strategies=strategies, device=device) as runner:
+        x = _x(dense_trunk, 7, device=device)
+        runner(x, ctx=Forward(dense_trunk, [7]))
+        gc.collect()
+        gc.disable()
+        try:
+            ctx = Forward(dense_trunk, [7])
+            session = weakref.ref(ctx.sessions[0])
+            runner(x, ctx=ctx)
+            del ctx
+            assert session() is None
+            (program,) = strategy._programs
+            forward = weakref.ref(program._forward)
+            del program
+            runner.close()
+            assert forward() is None
+        finally:
+            gc.enable()

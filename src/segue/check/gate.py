@@ -18,7 +18,7 @@ from segue import _torch
 from segue.check.caches import Part, difference, distance, poison, tensors
 from segue.errors import SegueError
 from segue.prime import PrimeGraph, Reference
-from segue.prime.body import reference
+from segue.prime.reference import reference
 from segue.prime.requests import Batch
 
 _LENGTHS = (47, 128, 300)

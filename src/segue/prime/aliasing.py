@@ -1,4 +1,4 @@
-"""Whether tensors have bytes in common: on the host, from their addresses and strides."""
+"""Whether tensors have bytes in common: found on the host, from their addresses and strides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 Steps = tuple[tuple[int, int], ...]  # bytes and size of each dimension, the element's own bytes included
-_MOST = 20_000  # steps of one search
+_MOST = 20_000  # the most steps of one search
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
@@ -19,9 +19,9 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def first_overlap(tensors: Sequence[tuple[int, Tensor]]) -> tuple[int, int] | None:
-    """Of tensors and their owners: the places of two that different owners share, or None.
+    """The indices of two tensors that overlap and have different owners, or None. ``tensors``: owner and tensor each.
 
-    Many layers lie alike in memory, so the answer is kept by how tensors lie relative to each other.
+    The layers of a model lie alike in memory, so answers are cached by how the tensors lie relative to each other.
     """
     start = tensors[0][1].data_ptr()
     return _first(tuple((owner, t.data_ptr() - start, _steps(t)) for owner, t in tensors))
@@ -43,8 +43,10 @@ def _steps(t: Tensor) -> Steps:
 
 @functools.lru_cache(4096)
 def _meet(distance: int, a: Steps, b: Steps) -> bool:
-    """Whether some byte of ``a`` is one of ``b``, which begins ``distance`` bytes after it: whether a sum of steps, forwards
-    in ``a`` and back in ``b``, gives the distance. Strides that nest leave two choices a dimension, or one.
+    """Whether a tensor with steps ``a`` has a byte in common with one with steps ``b`` that begins ``distance`` bytes after it.
+
+    They have one if steps forwards in ``a`` and backwards in ``b`` can add up to the distance. The search goes from the largest
+    step to the smallest; where strides nest, it has one or two choices a dimension.
     """
     least: dict[int, int] = {}
     most: dict[int, int] = {}
@@ -53,7 +55,7 @@ def _meet(distance: int, a: Steps, b: Steps) -> bool:
     for step, n in b:
         least[step] = least.get(step, 0) - n + 1
     steps = sorted((s for s in most.keys() | least.keys() if s), reverse=True)
-    low, high = [0], [0]  # what the steps from each on can give
+    low, high = [0], [0]  # the least and the most that the steps from each on can add up to
     for step in reversed(steps):
         low.append(low[-1] + step * least.get(step, 0))
         high.append(high[-1] + step * most.get(step, 0))

@@ -1,6 +1,6 @@
-"""From the scratch cache into sessions: the real rows, the whole states, nothing else, in a handful of copies.
+"""Copies the real rows and the whole states of a scratch cache into sessions, and nothing else, in a handful of copies.
 
-Bytes travel untouched: where it can, a copy moves 8-byte integers, whatever the dtype says they are.
+No copy changes a byte. Where it can, a copy moves 8-byte integers instead of elements of the tensor's dtype.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ State = Mapping[str, Rows | Whole]
 
 @dataclass(frozen=True)
 class _Entry:
-    """One state of the scratch cache. ``other``: its shape without ``dim``. ``unit``: how its bytes are moved."""
+    """One tensor of the scratch cache's state.
+
+    ``rows``: whether it is :class:`Rows`. ``other``: its shape without ``dim``. ``unit``: the dtype as which it is copied.
+    """
 
     name: str
     rows: bool
@@ -36,8 +39,14 @@ class _Entry:
 class CopyOut:
     """The copies out of one scratch cache.
 
+    Args:
+        state: the trunk's state of the scratch cache.
+        bucket: rows of the cache that the graph fills, at least.
+        requests: the most requests in a run.
+        name: what errors call the graph.
+
     Raises:
-        UsageError: the trunk's state is no state of this bucket and number of requests.
+        UsageError: ``state`` is none of a cache for this bucket and number of requests.
     """
 
     def __init__(self, state: State, bucket: int, requests: int, name: str) -> None:
@@ -53,12 +62,14 @@ class CopyOut:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The scratch cache's state."""
+        """The tensors of the scratch cache's state, in the order in which the trunk names them."""
         return [e.tensor for e in self._entries]
 
     def pairs(self, state: State, request: int, start: int, n: int) -> list[tuple[Tensor, Tensor]]:
-        """What to copy into one session, destination and source, of a request with ``n`` rows from ``start`` on.
-        Both as the same integers, the widest that will do.
+        """Destination and source of each copy into the session whose state is ``state``.
+
+        The request has ``n`` rows in the scratch cache, from row ``start`` on. Destination and source are views as the same
+        integer dtype, the widest that fits both.
 
         Raises:
             InputError: the session isn't like the scratch cache. Nothing has been written.
@@ -78,7 +89,9 @@ class CopyOut:
         return found
 
     def check_apart(self, states: Sequence[State], requests: Sequence[int]) -> None:
-        """Look whether sessions share memory. Slices of one tensor are well, whichever way it is cut.
+        """Refuse sessions that share memory. Slices of one tensor that have no byte in common are fine.
+
+        ``requests``: the number of the request to which each of ``states`` belongs.
 
         Raises:
             InputError: two of them do, so that the second request would overwrite the first. Nothing has been written.
@@ -101,7 +114,7 @@ class CopyOut:
                 )
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Do the copies: those between contiguous memory fused, by unit; each of the others by itself."""
+        """Copy each source to its destination. Copies between contiguous tensors of one dtype are fused into one call."""
         if len(pairs) == 1:  # a plain copy takes the host less than fusing one
             to, source = pairs[0]
             to.copy_(source)
@@ -109,7 +122,7 @@ class CopyOut:
         fused: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for to, source in pairs:
             if to.is_contiguous() and source.is_contiguous():
-                if to.stride() != source.stride():  # a size of 1 has any stride, and torch fuses what has the same
+                if to.stride() != source.stride():  # torch fuses equal strides only, and a dimension of size 1 may have any
                     to, source = to.view(-1), source.view(-1)
                 group = fused.setdefault(to.dtype, ([], []))
                 group[0].append(to)
@@ -204,7 +217,7 @@ def _with_one(entry: _Entry) -> tuple[int, ...]:
 
 
 def _unit(t: Tensor, cut: int) -> torch.dtype:
-    """The widest integer that every copied run of bytes consists of. ``cut``: the dimension that is cut."""
+    """The widest integer dtype of which every contiguous run that is copied is a multiple. ``cut``: the dimension that is cut."""
     size = t.element_size()
     if size >= 8 or not t.numel():
         return t.dtype
@@ -219,11 +232,11 @@ def _unit(t: Tensor, cut: int) -> torch.dtype:
 
 
 def _alike(to: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """``to`` as the integers that ``source`` is, or both as narrower ones."""
+    """``to`` as a view of the integer dtype that ``source`` has, or both as views of a narrower one."""
     if to.dtype is source.dtype:
         return to, source
     try:
         return to.view(source.dtype), source
-    except RuntimeError:  # the session lies otherwise in memory than the scratch cache
+    except RuntimeError:  # the strides of the session's tensor don't allow the wide view
         same = next(dtype for width, dtype in _WIDE if width == to.element_size())
         return to.view(same), source.view(same)

@@ -1,7 +1,7 @@
 """Where a whole graph is cut into a few segments, so that the device starts while the rest is being submitted.
 
-A graph of 1,500 nodes keeps the GPU idle for 0.5 to 1.2 ms while it is launched; each cut costs it about 10 us. A few
-segments that grow are best, and which few depends on model, bucket and host.
+While a graph of 1,500 nodes is launched, the GPU is idle for 0.5 to 1.2 ms. Each cut costs the GPU about 10 us. A few segments
+that grow in length are best, and model, bucket and host decide which few.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from segue.capture import BreakableCapture
 from segue.devices import Device
 from segue.errors import UsageError
 
-_RUNS, _WARM = 9, 3
-Pattern = tuple[int, ...]  # after which marks a forward is cut
+_RUNS, _WARM = 9, 3  # replays that are timed, and those before them that are not
+Pattern = tuple[int, ...]  # the marks after which a forward is cut, counted from 1
 
 
 class Marks(threading.local):
@@ -27,11 +27,11 @@ class Marks(threading.local):
     capture: BreakableCapture | None = None  # the one being recorded
 
     def begin(self, capture: BreakableCapture | None = None, chosen: Iterable[int] = ()) -> None:
-        """Count from 0 and cut ``capture`` at the marks ``chosen``."""
+        """Count marks from the start of a forward, and cut ``capture`` at those in ``chosen``."""
         self.met, self.chosen, self.capture = 0, frozenset(chosen), capture
 
     def end(self) -> int:
-        """Stop cutting. Returns how many marks there were."""
+        """Stop cutting. Returns the number of marks that the forward met."""
         self.capture = None
         return self.met
 
@@ -48,10 +48,10 @@ def cut_here() -> None:
 
 
 def pinned(cuts: Sequence[int], marked: int) -> Pattern:
-    """``cuts`` as a pattern for a forward with ``marked`` marks.
+    """The pattern that ``cuts`` asks for: sorted, each mark once. ``marked``: how many marks the forward has.
 
     Raises:
-        UsageError: one is no mark of this forward.
+        UsageError: a number in ``cuts`` is no mark of this forward.
     """
     wrong = [c for c in cuts if isinstance(c, bool) or not isinstance(c, int) or not 1 <= c <= marked]
     if wrong:
@@ -64,7 +64,7 @@ def pinned(cuts: Sequence[int], marked: int) -> Pattern:
 
 
 def patterns(marked: int) -> list[Pattern]:
-    """The patterns worth measuring for a forward with ``marked`` marks: none, and a few that grow."""
+    """The patterns worth measuring for a forward with ``marked`` marks: no cut, and a few whose segments grow."""
     found = [(), (1, 2, 4, 8, 16), (2, 10), (1, 4, 14)]
     return list(dict.fromkeys(tuple(c for c in pattern if c < marked) for pattern in found))
 
@@ -72,7 +72,8 @@ def patterns(marked: int) -> list[Pattern]:
 def quickest(
     patterns: Sequence[Pattern], record: Callable[[Pattern], BreakableCapture], device: Device
 ) -> tuple[Pattern, BreakableCapture, dict[Pattern, float]]:
-    """Record and measure each pattern of cuts, from an idle device to an idle device, and keep the quickest.
+    """Record and measure each pattern of cuts, and keep the quickest. The median time of a replay counts, from an idle device
+    to an idle device.
 
     Returns the pattern, its capture, and the seconds of each pattern. The other captures are closed.
     """

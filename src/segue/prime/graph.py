@@ -12,17 +12,18 @@ from torch import Tensor
 
 from segue import _torch, devices, environment
 from segue.capture import BreakableCapture
+from segue.capture.module_checks import ModuleChecks
 from segue.capture.thread_state import state
 from segue.devices import Device, Pool
-from segue.errors import UsageError
-from segue.prime.body import Inputs, Reference, body, embed, reference
+from segue.errors import ReplayError, UsageError
 from segue.prime.copyout import CopyOut
 from segue.prime.cuts import Pattern
-from segue.prime.delivery import deliver, without_gradients
-from segue.prime.recorder import Prime, Recorder
+from segue.prime.fixed_inputs import Inputs
+from segue.prime.reference import Reference, embed, reference
 from segue.prime.requests import Batch, Limits, read, read_tokens
+from segue.prime.scratch_forward import ScratchForward, without_gradients
 from segue.prime.trunk import Trunk
-from segue.prime.trunk_guard import Modules, check_trunk
+from segue.prime.trunk_checks import check_trunk, held_weights, trunk_checks
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,10 @@ class PrimeGraph:
             graph elsewhere. :attr:`cuts` says which, to be pinned for other buckets: each pattern that lost holds its
             graph's driver memory until the pool is retired.
         device: as for :class:`~segue.BreakableCapture`; by default that of the trunk's cache.
-        pool: likewise; several graphs may share one, and do by default.
-        stream: likewise.
+        pool: as for :class:`~segue.BreakableCapture`; several graphs may share one, and do by default.
+        stream: as for :class:`~segue.BreakableCapture`.
 
-    With ``SEGUE=off`` in the environment when it is made, nothing is captured and each run is eager.
+    With ``SEGUE=off`` in the environment when it is made, nothing is captured and each run is eager. :attr:`off` says so.
 
     Raises:
         CaptureError: the forward reads the host, has a data-dependent shape, or finds no memory.
@@ -75,67 +76,50 @@ class PrimeGraph:
         self.name = f"prime graph of {bucket} rows" + (f" and {requests} requests" if requests != 1 else "")
         check_trunk(trunk, self.name)
         _check_sizes(trunk, bucket, requests, self.name)
-        if state.capture is not None or state.pools:
-            raise UsageError(f"{self.name}: it can't be captured inside another capture or replay. Make it beforehand")
         self.trunk, self.bucket, self.requests = trunk, bucket, requests
-        self._modules = Modules(trunk, self.name)
-        with torch.no_grad():
-            self._modules.check()
-        with torch.inference_mode(False):
-            self.scratch = trunk.new_cache(bucket, requests)
-        self.copies = CopyOut(trunk.state(self.scratch), bucket, requests, self.name)
-        place = self.copies.tensors[0].device
-        self.device: Device = devices.resolve(
-            pool.device if pool is not None and device is None else device, self.copies.tensors
-        )
-        if self.device.torch_device != place:
-            raise UsageError(
-                f"{self.name}: the trunk's cache is on {place}, and the graph on {self.device.name}. Give one device"
-            )
+        self.off, self._closed = environment.disabled(), False
+        checks = self._check_state()
+        scratch, copies = self._new_scratch()
+        self.device: Device = devices.resolve(pool.device if pool is not None and device is None else device, copies.tensors)
         self.pool: Pool = pool if pool is not None else self.device.default_pool()
         self._stream = stream if stream is not None else self.device.default_stream()
-        self._limits = Limits(self.name, bucket, requests, trunk.min_tokens, type(self.scratch), place)
-        example = self._example()
-        with torch.inference_mode():
-            parts = embed(trunk, example, self.name)
-            self._inputs = Inputs(parts[0], bucket, requests)
-            self._inputs.fill(parts, example)
-        self.off = environment.disabled()
-        self._cuts: Pattern = ()
-        self._capture: BreakableCapture | None = None
-        self._recorder = Recorder(
-            self._body, Prime(trunk, self.scratch, self._inputs), self.device, self.pool, self._stream, self.name
-        )
-        if not self.off:
-            marked = self._recorder.warm()
-            self._inputs.offsets.check(self.name)
-            self._cuts, self._capture = self._recorder.best(cuts, marked)
-            self._inputs.look_at(self._capture)
+        self._bound = self._bind(checks, scratch, copies, cuts)
+        self._measured = self._bound.forward.measured
+
+    @property
+    def scratch(self) -> Any:
+        """The scratch cache that the graph fills."""
+        return self._bound.forward.scratch
+
+    @property
+    def copies(self) -> CopyOut:
+        """The copies from the scratch cache into sessions."""
+        return self._bound.forward.copies
 
     @property
     def graphs(self) -> int:
-        """Segments: one more than there are cuts."""
-        return 0 if self._capture is None else self._capture.graphs
+        """The number of segments: one more than there are cuts; 0 with ``SEGUE=off``."""
+        return 0 if self.capture is None else self.capture.graphs
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """After which marks it is cut."""
-        return self._cuts
+        """The marks after which the graph is cut."""
+        return self._bound.forward.cuts
 
     @property
     def seconds(self) -> float:
-        """That the latest recording took, without warm-up and collecting garbage."""
-        return self._recorder.seconds
+        """How long the latest recording took, in seconds, without warm-up and garbage collection."""
+        return self._bound.forward.seconds
 
     @property
     def measured(self) -> Mapping[Pattern, float]:
         """Seconds of each pattern of cuts that was tried, where there was a choice and the device can measure."""
-        return self._recorder.measured
+        return self._measured
 
     @property
     def capture(self) -> BreakableCapture | None:
-        """What was recorded, for those who look closely; None with ``SEGUE=off``."""
-        return self._capture
+        """The capture itself, for a close look; None with ``SEGUE=off``."""
+        return self._bound.forward.captured
 
     def run(self, tokens: Any, session: Any) -> PrimeResult:
         """Run a fresh prompt and leave its state in ``session``; or several, with lists of both.
@@ -155,19 +139,20 @@ class PrimeGraph:
         """
         if state.capture is not None:
             raise UsageError(f"{self.name}: it was run inside a capture, which would record it. Run it outside")
-        if self._capture is None:
-            self._modules.check()
         as_caller = torch.is_inference_mode_enabled()
         with self.pool.turn():
+            bound = self._bound
+            if bound.forward.captured is None:
+                bound.check()
             with _torch.inference_guard(True):
-                batch = read(tokens, session, self._limits, self.trunk)
-                offsets = self._inputs.fill(embed(self.trunk, batch, self.name, self._inputs.x), batch)
-                logits, hidden = self._forward()
+                batch = read(tokens, session, bound.limits, self.trunk)
+                bound.inputs.fill(embed(self.trunk, batch, self.name, bound.inputs.x), batch)
+                logits, hidden = bound.forward.run() if bound.forward.captured is None else self._replay(bound.forward)
             # From here the device is at work, and what is checked costs no time. Only the scratch cache has been written.
-            self._modules.check()
+            bound.check()
             with without_gradients(as_caller):
                 result = _owned(logits, hidden, batch)
-            deliver(self.trunk, self.copies, batch.sessions, batch.lengths, offsets, inference=as_caller)
+            bound.forward.deliver(batch.sessions, batch.lengths, inference=as_caller)
         return result
 
     def reference(self, tokens: Any) -> Reference:
@@ -175,16 +160,36 @@ class PrimeGraph:
         return reference(self.trunk, self.batch(tokens), self.bucket, self.requests, self.name)
 
     def batch(self, tokens: Any) -> Batch:
-        """``tokens`` as :meth:`run` reads them, without sessions."""
+        """``tokens`` as :meth:`run` reads them, without sessions.
+
+        Raises:
+            InputError: they don't fit the graph.
+        """
         several = isinstance(tokens, list | tuple) and any(not isinstance(t, int) for t in tokens)
-        ids = read_tokens(tokens if several else [tokens], self._limits, several)
+        ids = read_tokens(tokens if several else [tokens], self._bound.limits, several)
         return Batch(ids, [t.shape[0] for t in ids], [None] * len(ids))
+
+    def recapture(self) -> None:
+        """Record the graph again on the trunk's present tensors and modules, with the same cuts and a new scratch cache.
+
+        For weights that were re-pointed, resized or replaced. Runs of other threads wait or go on with the old graph; if
+        recording fails, the old graph stays in place.
+
+        Raises:
+            CaptureError, UsageError: as when the graph was made. UsageError: it was closed.
+        """
+        if self._closed:
+            raise UsageError(f"{self.name}: it was closed, so it can't be recaptured. Make a new PrimeGraph")
+        checks = self._check_state()
+        bound = self._bind(checks, *self._new_scratch(), self.cuts)
+        with self.pool.turn():  # no run is under way while the old graph is closed
+            before, self._bound = self._bound, bound
+            before.forward.close()
 
     def close(self) -> None:
         """Forbid further runs. The memory goes back when no live graph shares the pool. May be called twice."""
-        if self._capture is not None:
-            self._capture.close()
-        self._recorder.results.clear()
+        self._closed = True
+        self._bound.forward.close()
 
     def __enter__(self) -> PrimeGraph:
         return self
@@ -192,24 +197,71 @@ class PrimeGraph:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _body(self) -> tuple[Tensor, Tensor]:
-        self.trunk.reset(self.scratch)
-        return body(self.trunk, self._inputs.x, self._inputs.offsets.cu_seqlens, self.scratch, self.name)
+    def _check_state(self) -> ModuleChecks:
+        """Refuse to record inside another capture or in training mode. Returns the checks for later runs."""
+        if state.capture is not None or state.pools:
+            raise UsageError(f"{self.name}: it can't be captured inside another capture or replay. Make it beforehand")
+        checks = trunk_checks(self.trunk, self.name)
+        checks.check_modes()
+        return checks
 
-    def _forward(self) -> tuple[Tensor, Tensor]:
-        if self._capture is None:
-            return self._body()
-        self._capture.replay()
-        logits, hidden = self._recorder.results[self._capture]
-        return logits, hidden
+    def _new_scratch(self) -> tuple[Any, CopyOut]:
+        with torch.inference_mode(False):
+            scratch = self.trunk.new_cache(self.bucket, self.requests)
+        return scratch, CopyOut(self.trunk.state(scratch), self.bucket, self.requests, self.name)
 
-    def _example(self) -> Batch:
+    def _bind(self, checks: ModuleChecks, scratch: Any, copies: CopyOut, cuts: Sequence[int] | None) -> _Bound:
+        """Make the fixed inputs and record the forward that reads them."""
+        place = copies.tensors[0].device
+        if self.device.torch_device != place:
+            raise UsageError(
+                f"{self.name}: the trunk's cache is on {place}, and the graph on {self.device.name}. Give one device"
+            )
+        limits = Limits(self.name, self.bucket, self.requests, self.trunk.min_tokens, type(scratch), place)
+        example = self._example(place)
+        with torch.inference_mode():
+            parts = embed(self.trunk, example, self.name)
+            inputs = Inputs(parts[0], self.bucket, self.requests)
+            inputs.fill(parts, example)
+        forward = ScratchForward(self.trunk, scratch, copies, inputs.x, inputs.offsets, self.name, with_head=True)
+        if not self.off:
+            forward.capture(cuts, self.pool, self._stream)
+            assert forward.captured is not None
+            inputs.look_at(forward.captured)
+        return _Bound(checks, held_weights(self.trunk), limits, inputs, forward)
+
+    def _example(self, place: torch.device) -> Batch:
         """As many shortest prompts as fit, so that the capture's own forward is a plausible one."""
         n = self.trunk.min_tokens
         count = min(self.requests, self.bucket // n)
         with torch.inference_mode(False):
-            ids = torch.zeros(n, dtype=torch.int64, device=self._limits.device)
+            ids = torch.zeros(n, dtype=torch.int64, device=place)
         return Batch([ids] * count, [n] * count, [None] * count)
+
+    def _replay(self, forward: ScratchForward) -> tuple[Tensor, ...]:
+        try:
+            return forward.replay()
+        except ReplayError as e:
+            if "capture again" not in str(e):
+                raise
+            # The capture can't know how its owner is told to record anew.
+            raise ReplayError(str(e).replace("capture again", f"call recapture() on the {self.name}")) from e
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """Everything that one recording of a prime graph is bound to. ``held``: aliases of the trunk's weights."""
+
+    checks: ModuleChecks
+    held: list[Tensor]
+    limits: Limits
+    inputs: Inputs
+    forward: ScratchForward
+
+    def check(self) -> None:
+        """Raise UsageError for a trunk in training mode, or for gradients that would have to be recorded."""
+        self.checks.check_modes()
+        self.checks.check_gradients()
 
 
 def _owned(logits: Tensor, hidden: Tensor, batch: Batch) -> PrimeResult:

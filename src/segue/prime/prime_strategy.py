@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from segue import _torch
-from segue.capture import BreakableCapture, current_forward_ctx
+from segue.capture import current_forward_ctx
 from segue.errors import ReplayError
-from segue.prime.body import Offsets
 from segue.prime.copyout import CopyOut
-from segue.prime.cuts import pinned
-from segue.prime.delivery import deliver
-from segue.prime.recorder import Prime, Recorder, Results
-from segue.prime.requests import Batch
+from segue.prime.fixed_inputs import Offsets
+from segue.prime.requests import packed_offsets
+from segue.prime.scratch_forward import Results, ScratchForward
 from segue.prime.trunk import Trunk
 from segue.runner.calls import Call
 from segue.runner.strategy import CapturedForward, Job
@@ -30,8 +28,8 @@ class PrimeStrategy:
 
     Args:
         trunk: as for :class:`~segue.PrimeGraph`; its embedding and head are the caller's, outside the graph.
-        fresh: from a call's context to its prompts, ``(tokens, session)`` each in the order of the rows, or None where
-            it is no batch of fresh prompts.
+        fresh: gives the prompts of a call's context, ``(tokens, session)`` each in the order of the rows, or None where
+            the context is no batch of fresh prompts.
         x: the input that has the embedded tokens [tokens, D], padded with zeros.
         requests: the most prompts in a call.
         cuts: as for :class:`~segue.PrimeGraph`; measured at the first capture and kept for the others.
@@ -52,8 +50,8 @@ class PrimeStrategy:
     ) -> None:
         self.trunk, self.requests, self.cuts = trunk, requests, cuts
         self._fresh, self._x, self._most_rows = fresh, x, most_rows
-        self._programs: weakref.WeakSet[_Captured] = weakref.WeakSet()
-        self._shared: weakref.ref[_Shared] | None = None  # goes with the last graph that fills it
+        self._programs: weakref.WeakSet[_PrimeProgram] = weakref.WeakSet()
+        self._shared: weakref.ref[_SharedScratch] | None = None  # goes with the last graph that fills it
 
     @property
     def captured(self) -> frozenset[int]:
@@ -62,12 +60,13 @@ class PrimeStrategy:
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory of the scratch caches, which lie outside the graphs' pool."""
+        """Bytes of the scratch caches, which lie outside the graphs' pool."""
         tensors = [t for program in self._programs if program.open for t in program.scratch]
         return sum({address: nbytes for address, nbytes in map(_torch.storage_span, tensors)}.values())
 
     def new_scratch(self, rows: int) -> tuple[Any, Any]:
-        """A scratch cache for a graph of ``rows`` rows, and what has to be kept with it."""
+        """A scratch cache for a graph of ``rows`` rows, and the larger one that it is a part of, which must be kept alive with it
+        (None where it is no part)."""
         part = getattr(self.trunk, "part", None)
         with torch.inference_mode(False):
             if part is None:
@@ -75,7 +74,7 @@ class PrimeStrategy:
             shared = None if self._shared is None else self._shared()
             if shared is None or shared.rows < rows:
                 most = max(rows, self._most_rows)
-                shared = _Shared(self.trunk.new_cache(most, self.requests), most)
+                shared = _SharedScratch(self.trunk.new_cache(most, self.requests), most)
                 self._shared = weakref.ref(shared)
             return part(shared.cache, rows), shared
 
@@ -84,7 +83,7 @@ class PrimeStrategy:
         return self.fits(call.ctx if call.ctx is not None else current_forward_ctx(), call.tokens)
 
     def fits(self, ctx: Any, tokens: int) -> bool:
-        """The same of a context and the tokens of its forward."""
+        """Whether a graph takes a forward of ``tokens`` tokens whose context is ``ctx``."""
         prompts = self._fresh(ctx)
         return (
             prompts is not None
@@ -94,50 +93,41 @@ class PrimeStrategy:
         )
 
     def reference(self, inputs: Mapping[str, Tensor], tokens: int) -> Tensor:
-        """The trunk on a fresh cache, eager; sessions are filled as by a replay."""
+        """The trunk's hidden states [rows, H], eager, on a fresh cache. Sessions are filled as by a replay."""
         x = inputs[self._x]
         with torch.inference_mode(False):
             scratch = self.trunk.new_cache(x.shape[0], self.requests)
-        filling = _Filling(self, x, f"reference of {x.shape[0]} rows", scratch)
-        prompts = filling.begin()
-        hidden = self.trunk.forward(x, filling.offsets.cu_seqlens, filling.scratch)
-        filling.end(prompts)
+        forward = self._forward(x, scratch, f"reference of {x.shape[0]} rows")
+        prompts = self._begin(forward)
+        (hidden,) = forward.forward()
+        _fill_sessions(forward, prompts)
         return hidden
 
     def capture(self, job: Job) -> CapturedForward:
         """Record the trunk at the bucket's shape, on this call's prompts, and fill their sessions."""
         x = job.inputs[self._x]
-        filling = _Filling(self, x, f"{job.name}, prime", *self.new_scratch(x.shape[0]))
-        prompts = filling.begin(job.ctx)
-
-        def run() -> Results:
-            self.trunk.reset(filling.scratch)
-            return (self.trunk.forward(x, filling.offsets.cu_seqlens, filling.scratch),)
-
-        root = Prime(self.trunk, filling.scratch, (x, filling.offsets))
-        recorder = Recorder(run, root, job.pool.device, job.pool, job.stream, filling.name)
-        marked = recorder.warm()
-        filling.offsets.check(filling.name)
-        if self.cuts is None and job.pool.device.traits.timing:
-            self.cuts, found = recorder.best(None, marked)
-            found.close()
+        scratch, kept = self.new_scratch(x.shape[0])
+        forward = self._forward(x, scratch, f"{job.name}, prime")
+        prompts = self._begin(forward, job.ctx)
 
         def at_end(results: Results) -> Callable[[], object]:
             finish = job.arrived(results[0])
 
             def finished() -> None:
                 finish()
-                filling.end(prompts)
+                _fill_sessions(forward, prompts)
 
             return finished
 
-        capture = recorder.record(pinned(self.cuts or (), marked), at_end)
-        program = _Captured(capture, filling, job.tokens)
+        forward.capture(self.cuts, job.pool, job.stream, at_end)
+        if forward.measured:
+            self.cuts = forward.cuts
+        program = _PrimeProgram(self, forward, job.tokens, kept)
         self._programs.add(program)
         return program
 
     def prompts(self, ctx: Any) -> Prompts:
-        """A context's prompts.
+        """The prompts of a context: tokens and session of each.
 
         Raises:
             ReplayError: it has none that a prime graph may run.
@@ -151,51 +141,56 @@ class PrimeStrategy:
         return found
 
 
-class _Shared:
+    def replay(self, forward: ScratchForward) -> None:
+        """Replay ``forward`` on the live context's prompts, and fill their sessions.
+
+        Raises:
+            ReplayError: the context is no batch of fresh prompts, or the graph can't be replayed. InputError: a session
+            doesn't fit. Either way no session was touched.
+        """
+        prompts = self._begin(forward)
+        forward.replay()
+        _fill_sessions(forward, prompts)
+
+    def _forward(self, x: Tensor, scratch: Any, name: str) -> ScratchForward:
+        rows = x.shape[0]
+        copies = CopyOut(self.trunk.state(scratch), rows, self.requests, name)
+        return ScratchForward(self.trunk, scratch, copies, x, Offsets(rows, self.requests, x.device), name)
+
+    def _begin(self, forward: ScratchForward, ctx: Any = None) -> Prompts:
+        """Write where the prompts of ``ctx``, by default the live context, begin. Returns the prompts."""
+        prompts = self.prompts(current_forward_ctx() if ctx is None else ctx)
+        forward.offsets.fill(packed_offsets([n for n, _ in prompts], self.requests))
+        return prompts
+
+
+def _fill_sessions(forward: ScratchForward, prompts: Prompts) -> None:
+    forward.deliver([session for _, session in prompts], [n for n, _ in prompts], inference=False)
+
+
+class _SharedScratch:
     """A scratch cache whose first rows are those of several graphs, which take turns in one pool."""
 
     def __init__(self, cache: Any, rows: int) -> None:
         self.cache, self.rows = cache, rows
 
 
-class _Filling:
-    """The scratch cache of one bucket and the way from there into sessions. ``kept``: what the cache is a part of."""
+class _PrimeProgram:
+    """A captured bucket, as the runner replays it. ``kept``: what its scratch cache is a part of, kept alive with it."""
 
-    def __init__(self, strategy: PrimeStrategy, x: Tensor, name: str, scratch: Any, kept: Any = None) -> None:
-        self._strategy, self.name, self._requests = strategy, name, strategy.requests
-        self.scratch, self._kept = scratch, kept
-        self.copies = CopyOut(strategy.trunk.state(self.scratch), x.shape[0], self._requests, name)
-        self.offsets = Offsets(x.shape[0], self._requests, x.device)
-
-    def begin(self, ctx: Any = None) -> Prompts:
-        """Take the prompts of the context, by default the live one."""
-        prompts = self._strategy.prompts(current_forward_ctx() if ctx is None else ctx)
-        self.offsets.fill(self._starts(prompts))
-        return prompts
-
-    def end(self, prompts: Prompts) -> None:
-        """Fill their sessions."""
-        lengths, sessions = [n for n, _ in prompts], [session for _, session in prompts]
-        deliver(self._strategy.trunk, self.copies, sessions, lengths, self._starts(prompts), inference=False)
-
-    def _starts(self, prompts: Prompts) -> list[int]:
-        return Batch((), [n for n, _ in prompts], ()).offsets(self._requests)
-
-
-class _Captured:
     breaks = 0
 
-    def __init__(self, capture: BreakableCapture, filling: _Filling, rows: int) -> None:
-        self._capture, self._filling = capture, filling
+    def __init__(self, strategy: PrimeStrategy, forward: ScratchForward, rows: int, kept: Any) -> None:
+        capture = forward.captured
+        assert capture is not None
+        self._strategy, self._forward, self._kept = strategy, forward, kept
         self.graphs, self.rows, self.open = capture.graphs, rows, True
         self.writes = [e.tensor for e in capture.externals if e.written]
-        self.scratch = filling.copies.tensors
+        self.scratch = forward.copies.tensors
 
     def replay(self, valid_rows: int | None = None) -> None:
-        prompts = self._filling.begin()
-        self._capture.replay()
-        self._filling.end(prompts)
+        self._strategy.replay(self._forward)
 
     def close(self) -> None:
-        self._capture.close()
+        self._forward.close()
         self.open = False

@@ -1,9 +1,10 @@
-"""What a call of a prime graph asks for, checked before anything runs."""
+"""What a call of a prime graph asks for: prompts and sessions, checked before anything runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,19 +30,31 @@ class Batch:
 
     @property
     def total(self) -> int:
+        """Tokens of all requests together."""
         return sum(self.lengths)
 
     def offsets(self, requests: int) -> list[int]:
         """``cu_seqlens`` of a graph for ``requests`` requests: those that the call doesn't have are empty."""
-        found = [0]
-        for r in range(requests):
-            found.append(found[-1] + (self.lengths[r] if r < len(self.lengths) else 0))
-        return found
+        return packed_offsets(self.lengths, requests)
+
+
+def packed_offsets(lengths: Sequence[int], requests: int) -> list[int]:
+    """Where each of ``requests`` requests begins, and where the last one ends, if they lie one after the other.
+
+    ``lengths``: tokens of each request; those that are missing are empty.
+    """
+    ends = list(accumulate(lengths, initial=0))
+    return ends + ends[-1:] * (requests + 1 - len(ends))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one graph takes. ``kind``: the type of its scratch cache, and of the sessions it fills."""
+    """What one graph takes.
+
+    ``name``: what errors call the graph. ``bucket``: the most tokens of a call. ``requests``: the most prompts of a call.
+    ``min_tokens``: the fewest tokens of a prompt. ``kind``: the type of its scratch cache, and of the sessions it fills.
+    ``device``: where token ids have to be.
+    """
 
     name: str
     bucket: int
@@ -52,10 +65,10 @@ class Limits:
 
 
 def read(tokens: Any, session: Any, limits: Limits, trunk: Trunk) -> Batch:
-    """The call as a batch.
+    """Read a call, ``tokens`` and ``session`` or lists of both, as a batch.
 
     Raises:
-        InputError: tokens or sessions that the graph can't take; names the request and what to do.
+        InputError: the graph can't take these tokens or sessions; names the request and what to do.
     """
     several = isinstance(session, list | tuple) and not (limits.requests == 1 and type(session) is limits.kind)
     sessions = list(session) if several else [session]
@@ -79,7 +92,13 @@ def read(tokens: Any, session: Any, limits: Limits, trunk: Trunk) -> Batch:
 
 
 def read_tokens(tokens: Sequence[Any], limits: Limits, several: bool) -> list[Tensor]:
-    """Token ids of each request, on the device, of lengths that the graph takes."""
+    """Token ids of each request [n], on the graph's device.
+
+    ``several``: whether the caller gave a list, in which empty requests are allowed.
+
+    Raises:
+        InputError: they are no token ids, on another device, or more or fewer than the graph takes.
+    """
     if len(tokens) > limits.requests:
         raise InputError(
             f"{limits.name}: {len(tokens)} prompts were given, and its graph takes {limits.requests}. Make a "

@@ -1,4 +1,4 @@
-"""What a model's owner writes for a prime graph: a trunk, in about a page."""
+"""The protocol that a model's owner writes for a prime graph, in about a page: the trunk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """State with one row a token along ``dim``: keys, values, their scales.
+    """State with one row for each token along ``dim``: keys, values, their scales.
 
     In a scratch cache the prompts of all requests lie one after the other, as in ``x``. Of a request with ``n`` tokens
     exactly its own ``n`` rows are copied, to the first ``n`` of its session, whose tensor may be of another length.
@@ -24,9 +24,9 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """State of fixed size a request, copied entirely: a recurrent state, a convolution's window.
+    """State of fixed size for each request, copied entirely: a recurrent state, a convolution's window.
 
-    A scratch cache of several requests has one entry a request along ``dim``; a session has one entry there, or lacks
+    A scratch cache of several requests has one entry for each request along ``dim``; a session has one entry there, or lacks
     that dimension. For a single request both have the same shape.
     """
 
@@ -79,4 +79,4 @@ class Trunk(Protocol):
         """Tokens in a session; 0 if it is fresh."""
 
     def set_length(self, session: Any, n: int) -> None:
-        """The session has ``n`` tokens now. Called last, when their state is in it."""
+        """Note that the session has ``n`` tokens now. Called last, when their state is in the session."""

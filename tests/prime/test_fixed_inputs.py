@@ -10,7 +10,7 @@ import torch
 
 from segue import _torch
 from segue.devices import Device
-from segue.prime.body import Inputs, Offsets
+from segue.prime.fixed_inputs import Inputs, Offsets
 from segue.prime.requests import Batch
 
 
