@@ -1,6 +1,7 @@
-"""A decoder's body with Qwen3's shape and ops, in plain torch, with attention as the break point of each layer.
+"""Models of Qwen3's shape with random weights: transformers' own, and a decoder's body in plain torch.
 
-Random weights, no embedding and no head: what stands inside the graphs when a language model is served.
+The body has Qwen3's ops, with attention as the break point of each layer, no embedding and no head: it is what the graphs
+hold when a language model is served.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,7 @@ from segue.capture import break_point
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a decoder's body. The default is Qwen3-0.6B's: 309 parameters."""
+    """The size of a model. The default is Qwen3-0.6B's, whose body has 309 parameters."""
 
     layers: int = 28
     hidden: int = 1024
@@ -27,10 +29,25 @@ class Shape:
     kv_heads: int = 8
     head_dim: int = 128
     intermediate: int = 3072
+    vocabulary: int = 151936  # of a language model; a body has none
 
     def small(self) -> Shape:
         """The same with one layer."""
         return dataclasses.replace(self, layers=1)
+
+    def model(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """A transformers ``Qwen3ForCausalLM`` with seeded random weights, in eval mode."""
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        config = Qwen3Config(
+            num_hidden_layers=self.layers, hidden_size=self.hidden, num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads, head_dim=self.head_dim, intermediate_size=self.intermediate,
+            vocab_size=self.vocabulary, max_position_embeddings=40960, tie_word_embeddings=True,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = Qwen3ForCausalLM(config)
+        return model.to(dtype).eval()
 
 
 @break_point(trim=("q", "k", "v"))
@@ -84,7 +101,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """``forward(x [T, hidden], positions [T] int64) -> [T, hidden]``."""
+    """The body: ``forward(x [T, hidden], positions [T] int64) -> [T, hidden]``."""
 
     frequencies: Tensor
 
