@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from segue import environment
 from segue.cli import app, demo, main
 
 run = CliRunner().invoke
@@ -27,6 +28,12 @@ def test_env_names_versions_and_the_device() -> None:
     assert facts["torch"] == torch.__version__ and "device" in facts
     works = "yes" if torch.cuda.is_available() else "emulated"
     assert facts["GraphRunner, PrimeGraph"] == works and facts["segue.accelerate"] in (works, "no: transformers not installed")
+
+
+def test_the_version_of_torch_is_its_own_where_the_wheels_metadata_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.importlib.metadata, "version", lambda name: "0.0")
+    found = environment.facts()
+    assert found["torch"] == torch.__version__ and found["segue-graphs"] == "0.0"
 
 
 def test_python_dash_m_is_the_same_command() -> None:

@@ -49,6 +49,7 @@ class BreakCost(BenchResult):
 
     @property
     def tables(self) -> dict[str, list[Row]]:
+        """The rows under the titles that are printed above them."""
         return {
             f"{self.cuts} breaks that do nothing, and the same graphs launched bare": self.bare,
             "One kind of break each. *host*: less the bare graphs; *added*: less the break's function too": self.breaks,

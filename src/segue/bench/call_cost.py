@@ -34,6 +34,7 @@ class CallCost(BenchResult):
 
     @property
     def tables(self) -> dict[str, list[Row]]:
+        """The rows under the titles that are printed above them."""
         return {"One call": self.rows}
 
 

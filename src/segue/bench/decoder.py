@@ -66,6 +66,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., width] to the same, in the dtype of ``x``."""
         wide = x.to(torch.float32)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         normed: Tensor = self.weight * wide.to(x.dtype)
@@ -91,6 +92,7 @@ class Layer(nn.Module):
         self.q_norm, self.k_norm = Norm(s.head_dim), Norm(s.head_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """``x`` [T, hidden], ``cos`` and ``sin`` [T, 1, head_dim] -> [T, hidden]."""
         h, d = self.before_attention(x), self.shape.head_dim
         q = _rotated(self.q_norm(self.q(h).unflatten(-1, (-1, d))), cos, sin)
         k = _rotated(self.k_norm(self.k(h).unflatten(-1, (-1, d))), cos, sin)
@@ -113,6 +115,7 @@ class Decoder(nn.Module):
         self.register_buffer("frequencies", 1.0 / 1e6**steps, persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [T, hidden] after the last norm."""
         angles = positions[:, None].float() * self.frequencies
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)

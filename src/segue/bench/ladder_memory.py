@@ -39,6 +39,7 @@ class LadderMemory(BenchResult):
 
     @property
     def tables(self) -> dict[str, list[Row]]:
+        """The rows under the titles that are printed above them."""
         return {"One pool, the largest bucket first": self.memory, "Recording a bucket": self.recording}
 
 

@@ -40,6 +40,7 @@ class PrimeLatency(BenchResult):
 
     @property
     def tables(self) -> dict[str, list[Row]]:
+        """The rows under the titles that are printed above them."""
         return {"One prompt as long as its bucket": self.rows, "Milliseconds of a replay, by where it is cut": self.cuts}
 
 
@@ -147,7 +148,7 @@ def float32() -> ModelTrunk:
 
 
 def bfloat16() -> ModelTrunk:
-    """The same in bfloat16."""
+    """The trunk that is measured, in bfloat16."""
     return _trunk(torch.bfloat16)
 
 

@@ -36,6 +36,7 @@ class FirstToken(BenchResult):
 
     @property
     def tables(self) -> dict[str, list[Row]]:
+        """The rows under the titles that are printed above them."""
         return {
             "One prompt": self.rows,
             "Capturing the ladder": [self.capture],

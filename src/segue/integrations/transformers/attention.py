@@ -73,8 +73,8 @@ class AttentionName:
             self._set([self._segue] * len(self._configs))
             self.swapped = True
 
-    def _set(self, names: list[Any]) -> None:
-        for config, name in zip(self._configs, names, strict=True):
+    def _set(self, implementations: list[Any]) -> None:
+        for config, name in zip(self._configs, implementations, strict=True):
             config._attn_implementation = name
 
 

@@ -27,7 +27,7 @@ class _Here(threading.local):
 
 
 class Handle(ABC):
-    """A transformers model whose decoder replays captured graphs. Calls and attributes go to the model.
+    """A transformers model whose decoder replays captured graphs. Calls, and attributes that it hasn't itself, go to the model.
 
     :func:`segue.accelerate` returns one. As a context manager it restores the model at the end.
     """
@@ -38,7 +38,7 @@ class Handle(ABC):
         return self._model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_model", "_here"):  # not set yet: the model was refused
+        if name in ("_model", "_here"):  # not set yet, since the model was refused
             raise AttributeError(name)
         return getattr(self._model, name)
 
@@ -65,7 +65,7 @@ class Handle(ABC):
 
     @property
     def model(self) -> Any:
-        """The transformers model."""
+        """The transformers model itself."""
         return self._model
 
     @property
@@ -79,7 +79,7 @@ class Handle(ABC):
 
     @abstractmethod
     def recapture(self) -> None:
-        """Drop every graph, so that each bucket is captured anew: for weights that moved and modules that were replaced."""
+        """Drop every graph, so that each bucket is captured anew. Needed after weights moved or modules were replaced."""
 
     @abstractmethod
     def graphs_of(self, tokens: int) -> tuple[int | None, int, int]:
@@ -90,7 +90,7 @@ class Handle(ABC):
         """Give the model its own forward back and free the graphs. May be called again."""
 
     def close(self) -> None:
-        """:meth:`restore`, by the name that everything with graphs has."""
+        """Do what :meth:`restore` does. Everything with graphs has this name for it."""
         self.restore()
 
     def report(self) -> str:
@@ -167,6 +167,7 @@ class DisabledHandle(Handle):
 
     @property
     def stats(self) -> Stats:
+        """The forwards that were counted, all of them under ``eager``."""
         return self._counters.snapshot(0, 0, ())
 
     def capture(self) -> None:

@@ -1,4 +1,4 @@
-"""The handle of an accelerated model: takes the decoder's forward over, and gives it back."""
+"""The handle of an accelerated model. It takes the decoder's forward over, serves its calls, and gives it back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ if TYPE_CHECKING:
 
 
 class Accelerated(Handle):
-    """The handle of a model whose decoder this process captures."""
+    """The handle of a model whose decoder is captured. :func:`segue.accelerate` says what its arguments are.
+
+    A call of the decoder goes to :meth:`_serve`, which reads it, asks the runner for a bucket, and runs the untouched forward
+    with a reason where graphs can't serve it. What graphs serve goes to :meth:`_graphed`.
+    """
 
     def __init__(self, model: Any, *, max_tokens: int, device: str | Device | None, strategy: str = "auto") -> None:
         from transformers import AttentionInterface
@@ -76,6 +80,7 @@ class Accelerated(Handle):
 
     @property
     def stats(self) -> Stats:
+        """The runner's counts, with the forwards that ran untouched under ``eager`` and ``reasons``."""
         stats = self._runner.stats
         reasons = Counter(stats.reasons)
         reasons.update(self._untouched)
@@ -88,7 +93,12 @@ class Accelerated(Handle):
         return 0 if self._prime is None else self._prime.scratch_bytes
 
     def capture(self) -> None:
-        """Capture the whole ladder now, largest bucket first, instead of each bucket at its second call."""
+        """Capture the whole ladder now, largest bucket first, instead of each bucket at its second call.
+
+        Raises:
+            UsageError: the handle was restored, the model is in training mode or on another device, or something was done to
+                its modules that no graph would run.
+        """
         self._check_usable()
         if (reason := self._snapshot.reason()) is not None:
             raise UsageError(f"nothing is captured, as no graph would run {reason}. Remove a hook, undo another change.")
@@ -100,7 +110,11 @@ class Accelerated(Handle):
                 self._capture_primes(self._prime, x)
 
     def recapture(self) -> None:
-        """Drop every graph, so that each bucket is captured anew: for weights that moved and modules that were replaced."""
+        """Drop every graph, so that each bucket is captured anew. Needed after weights moved or modules were replaced.
+
+        Raises:
+            UsageError: the handle was restored, or the model as it is now can't be served; says why.
+        """
         with self._one_at_a_time:
             self._check_usable()
             checks.check_mode(self._model, self._decoder)
@@ -162,7 +176,7 @@ class Accelerated(Handle):
         return self._forward(*args, **kwargs)
 
     def _graphed(self, call: DecoderCall, run: Callable[..., Tensor], reached: list[int] | None = None) -> Any:
-        """One forward with ``run`` in the place of the decoder's body."""
+        """One forward of the decoder with ``run`` in the place of its body; the rest is what the decoder's own forward does."""
         decoder = self._decoder
         embeds = call.embeds if call.embeds is not None else decoder.get_input_embeddings()(call.input_ids)
         cache = names.new_cache(decoder.config) if call.use_cache and call.cache is None else call.cache
