@@ -11,7 +11,7 @@ from torch import Tensor
 
 from segue.bench import timing
 from segue.bench.result import SAME, BenchResult, Row
-from segue.bench.timing import Run
+from segue.bench.timing import Run, Spread
 from segue.devices import Device
 from segue.runner import Breakable, GraphRunner, Input, Job, Program
 
@@ -75,12 +75,7 @@ def measure(
         verdicts = {name: _verdict(run(), want) for name, run in runs.items()}
         progress("measuring")
         taken = timing.host_in_turns(runs, times) if device.traits.timing else {}
-    rows: list[Row] = []
-    for name in runs:
-        row: Row = {"call": name, "host us": None, "quartiles us": None}
-        if taken:
-            row |= {"host us": f"{taken[name].median * 1e6:.1f}", "quartiles us": str(taken[name])}
-        rows.append({**row, "output = reference": verdicts[name]})
+    rows = [_row(name, taken.get(name), verdict) for name, verdict in verdicts.items()]
     added = taken["runner"].median - taken["bare replay"].median if taken else None
     allowed = taken[f"{ADDS} in-place adds"].median if taken else None
     notes = [f"{tokens} tokens in a bucket of {bucket}, width {width}, fp32, inference mode"]
@@ -93,6 +88,11 @@ def measure(
     )
     right = all(v in ("", SAME) for v in verdicts.values())
     return CallCost(rows=rows, added=added, allowed=allowed, right=right, notes=notes)
+
+
+def _row(name: str, taken: Spread | None, verdict: str) -> Row:
+    times = (None, None) if taken is None else (f"{taken.median * 1e6:.1f}", str(taken))
+    return {"call": name, "host us": times[0], "quartiles us": times[1], "output = reference": verdict}
 
 
 def _verdict(got: object, want: Tensor) -> str:

@@ -25,7 +25,7 @@ class DecoderCall:
     attention_mask: Any
     position_ids: Tensor | None  # [1 or B, T]
     cache: Any
-    use_cache: bool
+    use_cache: bool  # the caller wants the cache back
     return_dict: bool
     batch: int
     length: int
@@ -56,7 +56,7 @@ class DecoderCallReader:
         self._layers = names.growing_layers()
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DecoderCall | str:
-        """The call, or the reason why it runs untouched."""
+        """The call, or the reason why it runs untouched, one of :mod:`~segue.integrations.transformers.reasons`."""
         if "past_key_values" in kwargs:
             kwargs = {self.cache_name if k == "past_key_values" else k: v for k, v in kwargs.items()}
         try:
@@ -84,7 +84,7 @@ class DecoderCallReader:
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The arguments that the forward names, and the others."""
-        if not args and (self._open or kwargs.keys() <= self._named):  # the usual call; binding it takes ten times as long
+        if not args and (self._open or kwargs.keys() <= self._named):  # the usual call; to bind it takes ten times as long
             named = self._named
             return {k: v for k, v in kwargs.items() if k in named}, {k: v for k, v in kwargs.items() if k not in named}
         given = self._signature.bind(*args, **kwargs).arguments
