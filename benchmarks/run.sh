@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that needs a CUDA device: the tests marked cuda, then each bench into a folder of results (default: beside this file).
+# Runs all that needs a CUDA device: the tests marked cuda, then each bench. Results go to FOLDER, by default benchmarks/results.
 #   benchmarks/run.sh [FOLDER] [BENCH ...]
-# PYTHON picks the interpreter. Goes on after a failure, and exits 1 if there was one.
+# With BENCHes named, only these run. PYTHON picks the interpreter. A failure doesn't stop the others, but the exit code is 1 then.
 set -u
 cd "$(dirname "$0")/.."
 folder=${1:-benchmarks/results}

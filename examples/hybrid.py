@@ -30,26 +30,33 @@ class Packing:
 
     @staticmethod
     def of(cu: Tensor, rows: int) -> Packing:
+        """``cu`` int32 [R + 1]: where each prompt begins among ``rows`` packed rows, and where the last one ends."""
         t, cu = torch.arange(rows, device=cu.device), cu.long()
         n = cu[1:] - cu[:-1]
         request = (t[:, None] >= cu[None, 1:-1]).sum(1)
         return Packing(n, t < n[:, None], (cu[:-1, None] + t).clamp(max=rows - 1), request, t - cu[request])
 
     def batch(self, x: Tensor) -> Tensor:
+        """[T, ...] to [R, T, ...]."""
         return x[self.source]
 
     def packed(self, x: Tensor) -> Tensor:
+        """[R, T, ...] to [T, ...]."""
         return x[self.request, self.place]
 
 
 @dataclass
 class DeltaCache:
+    """What a delta layer keeps between forwards."""
+
     conv: Tensor  # [requests, WIDTH - 1, channels]: the last inputs of the convolution
     state: Tensor  # [requests, heads, size, size] float32
 
 
 @dataclass
 class AttentionCache:
+    """Quantised keys and values of one attention layer, with a scale for each row and head."""
+
     k: Tensor  # [rows, heads, size] int8 or fp8
     v: Tensor
     k_scale: Tensor  # [rows, heads] float32
@@ -58,6 +65,8 @@ class AttentionCache:
 
 @dataclass
 class Cache:
+    """A session's cache, or a scratch cache. ``length``: the tokens in it."""
+
     layers: list[DeltaCache | AttentionCache]
     length: int = 0
 
@@ -74,11 +83,13 @@ class Delta(nn.Module):
         self.outer = nn.Linear(width, width, bias=False)
 
     def new_cache(self, rows: int, requests: int, device: torch.device) -> DeltaCache:
+        """Zeros: the state before the first token."""
         h, d = self.heads, self.size
         conv = torch.zeros(requests, WIDTH - 1, 3 * h * d, dtype=self.conv.dtype, device=device)
         return DeltaCache(conv, torch.zeros(requests, h, d, d, device=device))
 
     def forward(self, x: Tensor, packing: Packing, cache: DeltaCache) -> Tensor:
+        """[T, D] to [T, D], with the cache brought to the end of each prompt."""
         x = packing.batch(x)
         inner = torch.cat((cache.conv, self.inner(x)), 1)  # [R, WIDTH - 1 + T, 3 D]
         cache.conv.copy_(self.window(inner, packing.n))
@@ -95,6 +106,7 @@ class Delta(nn.Module):
         return inner.gather(1, at[..., None].expand(-1, -1, inner.shape[2]))
 
     def mask_pads(self, gate: Tensor, beta: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Gates [R, H, T] that are 0 in padded rows: log a = 0 means a = 1."""
         keep = valid[:, None].to(gate.dtype)
         return gate * keep, beta * keep
 
@@ -157,10 +169,12 @@ class Attention(nn.Module):
         self.inner, self.outer = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
 
     def new_cache(self, rows: int, requests: int, device: torch.device) -> AttentionCache:
+        """Room for ``rows`` tokens."""
         k, v = (torch.zeros(rows, self.heads, self.size, dtype=self.kept, device=device) for _ in range(2))
         return AttentionCache(k, v, *(torch.zeros(rows, self.heads, device=device) for _ in range(2)))
 
     def forward(self, x: Tensor, packing: Packing, cache: AttentionCache, rotary: Tensor) -> Tensor:
+        """[T, D] to [T, D], with keys and values kept in the first T rows of the cache."""
         q, k, v = self._heads(x, rotary[packing.place])
         self._keep(cache, k, v, 0)
         k, v = self._kept(cache, x.shape[0], x.dtype)
@@ -219,18 +233,22 @@ class Hybrid(nn.Module):
         self.register_buffer("rotary", torch.cat((angles.cos(), angles.sin()), -1))
 
     def embed(self, tokens: Tensor) -> Tensor:
+        """Ids [n] to [n, D]."""
         return self.tokens(tokens)
 
     def new_cache(self, rows: int, requests: int = 1) -> Cache:
+        """A cache with room for ``rows`` tokens of all requests together."""
         return Cache([layer.new_cache(rows, requests, self.rotary.device) for layer in self.layers])
 
     def reset(self, cache: Cache) -> None:
+        """Zero the recurrent states. Keys and values are written before they are read."""
         for layer in cache.layers:
             if isinstance(layer, DeltaCache):
                 layer.conv.zero_()
                 layer.state.zero_()
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Cache) -> Tensor:
+        """[rows, D] to [rows, D], all layers, into ``cache``."""
         packing = Packing.of(cu_seqlens, x.shape[0])
         for layer, norm, kept in zip(self.layers, self.norms, cache.layers, strict=False):
             also = (self.rotary,) if isinstance(kept, AttentionCache) else ()
@@ -239,9 +257,11 @@ class Hybrid(nn.Module):
         return self.norms[-1](x)
 
     def head(self, last: Tensor) -> Tensor:
+        """[requests, D] to logits [requests, V]."""
         return self.vocabulary(last)
 
     def state(self, cache: Cache) -> dict[str, segue.Rows | segue.Whole]:
+        """What is copied out: the rows of attention caches, and delta states whole."""
         found: dict[str, segue.Rows | segue.Whole] = {}
         for i, layer in enumerate(cache.layers):
             of_rows = isinstance(layer, AttentionCache)
@@ -249,12 +269,15 @@ class Hybrid(nn.Module):
         return found
 
     def get_length(self, session: Cache) -> int:
+        """Tokens in the session."""
         return session.length
 
     def set_length(self, session: Cache, n: int) -> None:
+        """Say that the session holds ``n`` tokens."""
         session.length = n
 
     def step(self, token: Tensor, session: Cache) -> Tensor:
+        """One token [1] to logits [1, V], extending the session."""
         x = self.embed(token)
         for layer, norm, kept in zip(self.layers, self.norms, session.layers, strict=False):
             also = (session.length, self.rotary) if isinstance(kept, AttentionCache) else ()
@@ -270,6 +293,7 @@ def build(device: str = "cuda" if torch.cuda.is_available() else "cpu") -> Hybri
 
 
 def main() -> None:
+    """Compare a prime graph with its reference, and generate from the sessions that it filled."""
     trunk = build()
     device = trunk.rotary.device.type
     prime = segue.PrimeGraph(trunk, bucket=64, device="emulator" if device == "cpu" else device)

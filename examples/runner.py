@@ -1,4 +1,4 @@
-"""A forward of one's own: token-shaped work in graphs, what looks across tokens in a break."""
+"""Captures a forward of one's own: token-shaped work is in graphs, and what looks across tokens is in a break."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def running_mean(x: Tensor) -> Tensor:
 
 
 def main() -> None:
+    """Run calls of several lengths and compare each with the reference."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weight = torch.randn(64, 64, device=device)
 

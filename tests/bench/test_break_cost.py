@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch
 
-from segue.bench import break_cost, rounds
-from segue.bench.break_programs import Size
+from segue.bench import break_cost, timing
+from segue.bench.break_programs import ProgramSize
 from segue.capture import BreakableCapture
 from segue.devices import Device
 
-SIZE = Size(cuts=3, rows=8, valid=5, width=4, layers=2, long_rows=8, long_steps=2)
+SIZE = ProgramSize(cuts=3, rows=8, valid=5, width=4, layers=2, long_rows=8, long_steps=2)
 KINDS = ["no-op", "hand-off", "hand-off, tail cleared", "trim, hand-off, tail cleared", "out=", "out=, tail cleared"]
 
 
@@ -25,7 +25,7 @@ def test_every_kind_of_break_is_compared_with_eager(device: Device) -> None:
     assert all(row["graphs"] == 4 for row in result.bare)
     rows = (*result.bare, *result.breaks, *result.looks, *result.gaps)
     assert all(row["replay = eager"] == "bit for bit" for row in rows)
-    assert [row["parameters"] for row in result.looks] == ["2", "24", "24, overlapped"]
+    assert [row["parameters"] for row in result.looks] == ["2", "24", "24, checks deferred"]
 
 
 def test_without_a_device_that_has_time_no_time_is_given() -> None:
@@ -43,7 +43,7 @@ def test_times_are_given_per_break_and_per_boundary(monkeypatch: pytest.MonkeyPa
     emulator = resolve("emulator")
     monkeypatch.setattr(type(emulator), "traits", dataclasses.replace(emulator.traits, timing=True))
     if not torch.cuda.is_available():
-        monkeypatch.setattr(rounds, "device", rounds.host)
+        monkeypatch.setattr(timing, "device_in_turns", timing.host_in_turns)
     result = break_cost.measure(emulator, SIZE, times=10)
     assert result.right
     assert [row["program"] for row in result.gaps] == ["one graph", "segue", "bare, launched as segue does"]
@@ -77,7 +77,7 @@ def test_a_rival_that_is_not_installed_leaves_a_note(monkeypatch: pytest.MonkeyP
 def test_rounds_begin_with_each_run_in_turn_and_give_quartiles() -> None:
     seen: list[str] = []
     runs = {"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}
-    taken = rounds.host(runs, rounds=4, warm_up=1)
+    taken = timing.host_in_turns(runs, rounds=4, warm_up=1)
     assert "".join(seen) == "abbaabbaab"
     assert all(0 <= t.low <= t.median <= t.high for t in taken.values())
-    assert str(rounds.Spread(2e-6, 1e-6, 3.5e-6)) == "1.0 to 3.5"
+    assert str(timing.Spread(2e-6, 1e-6, 3.5e-6)) == "1.0 to 3.5"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from segue.bench import call_cost
-from segue.bench.rounds import Spread
+from segue.bench.timing import Spread
 from segue.devices import Device, resolve
 
 
@@ -24,7 +24,8 @@ def test_the_added_cost_is_held_against_adds_measured_in_the_same_run(monkeypatc
     emulator = resolve("emulator")
     monkeypatch.setattr(type(emulator), "traits", dataclasses.replace(emulator.traits, timing=True))
     known = {"bare replay": 10e-6, "runner": 50e-6, "7 in-place adds": 60e-6}
-    monkeypatch.setattr(call_cost.rounds, "host", lambda runs, times: {name: Spread(known[name], 0.0, 1.0) for name in runs})
+    spreads = {name: Spread(seconds, 0.0, 1.0) for name, seconds in known.items()}
+    monkeypatch.setattr(call_cost.timing, "host_in_turns", lambda runs, times: {name: spreads[name] for name in runs})
     result = call_cost.measure(emulator, tokens=5, bucket=8, width=4, times=5, progress=lambda line: None)
     assert result.added == pytest.approx(40e-6) and result.allowed == 60e-6
     assert "Over the bare replay: 40.0 us; 7 in-place adds: 60.0 us." in result.notes

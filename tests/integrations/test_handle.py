@@ -60,6 +60,24 @@ def test_dir_lists_the_models_names_and_close_restores(make: Make, graphed: Make
         handle.recapture()
 
 
+def test_another_body_runs_in_place_of_the_runner_within_a_block(make: Make, graphed: Make, ids: Make) -> None:
+    model, prompt = make(), ids(2, 3)
+    handle = graphed(model)
+    seen: list[tuple[int, ...]] = []
+
+    def body(x: torch.Tensor, position_ids: torch.Tensor, ctx: Any) -> torch.Tensor:
+        seen.append((*x.shape, *position_ids.shape, ctx.batch, ctx.length))
+        return x
+
+    with torch.inference_mode():
+        with handle.with_body(body):
+            hidden = model.model(prompt).last_hidden_state
+        assert torch.equal(hidden, model.model.get_input_embeddings()(prompt)) and seen == [(6, 64, 6, 2, 3)]
+        with handle.with_body(body), handle.with_body(None):
+            model(prompt)
+    assert len(seen) == 1 and handle.stats.warmed == 1
+
+
 @pytest.mark.parametrize("block", ["untouched", "reference"])
 def test_a_block_pauses_its_own_thread_only(block: str, make: Make, graphed: Make, ids: Make) -> None:
     model, prompt = make(), ids(1, 6)

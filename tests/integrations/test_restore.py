@@ -12,7 +12,7 @@ import torch
 
 import segue
 from segue.integrations.transformers import accelerate
-from segue.integrations.transformers.attention_name import AttentionName
+from segue.integrations.transformers.attention import AttentionName
 
 Make = Callable[..., Any]
 _GREEDY = {"max_new_tokens": 5, "do_sample": False}

@@ -66,6 +66,17 @@ def test_batches_other_positions_and_forwards_without_a_cache_go_to_breakable(de
         assert set(graphed.stats.strategies) == {"breakable"}
 
 
+def test_without_prime_fresh_prompts_too_go_to_breakable(device: Device) -> None:
+    model = build("llama", device.torch_device)
+    with accelerate(model, max_tokens=32, device=device) as graphed, torch.no_grad():
+        graphed.capture()
+        with graphed.without_prime():
+            model(_prompt(8, model), use_cache=True)
+        assert graphed.stats.strategies == {"breakable": 1}
+        model(_prompt(8, model), use_cache=True)
+        assert graphed.stats.strategies == {"breakable": 1, "prime": 1}
+
+
 def test_strategies_can_be_chosen(device: Device) -> None:
     model, sliding = build("llama", device.torch_device), build("mistral, sliding", device.torch_device)
     with accelerate(model, max_tokens=32, strategy="breakable", device=device) as graphed, torch.no_grad():

@@ -8,41 +8,68 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from segue.bench import rounds
-from segue.bench.break_programs import RIVAL, SAME, Program, Size, bare_loops, captured, go_on, loop, no_op, off, rival_of
-from segue.bench.rounds import Run, Spread
+from segue.bench import timing
+from segue.bench.break_programs import (
+    RIVAL,
+    BreakProgram,
+    ProgramSize,
+    bare_loops,
+    captured,
+    go_on,
+    launches,
+    loop,
+    no_op,
+    off,
+    rival_of,
+)
+from segue.bench.result import SAME, BenchResult, Row
+from segue.bench.timing import Run, Spread
 from segue.capture import BreakableCapture, break_point
 from segue.devices import Device
 
-Row = dict[str, Any]
+_SMALL = ProgramSize(cuts=4, rows=16, valid=11, width=8, layers=2)
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one run measured. Without a device that has time, times are None and ``gaps`` is empty."""
+@dataclass(frozen=True, kw_only=True)
+class BreakCost(BenchResult):
+    """What breaks cost. On a device without timing, times are None and ``gaps`` is empty."""
 
+    title = "What a break costs"
+
+    cuts: int  # breaks of each program
     bare: list[Row]  # breaks that do nothing, against bare launches
     breaks: list[Row]  # one kind of break each: host microseconds per break
     looks: list[Row]  # what a replay adds to one graph by seeing that parameters are where they were
     gaps: list[Row]  # device time per boundary
-    right: bool  # every replay bit-equal to eager
-    notes: list[str] = field(default_factory=list)
+
+    @property
+    def tables(self) -> dict[str, list[Row]]:
+        """The rows under the titles that are printed above them."""
+        return {
+            f"{self.cuts} breaks that do nothing, and the same graphs launched bare": self.bare,
+            "One kind of break each. *host*: less the bare graphs; *added*: less the break's function too": self.breaks,
+            "Seeing before each replay that parameters are where they were": self.looks,
+            "Long segments, so that the device sets the pace: what a boundary costs it": self.gaps,
+        }
 
 
 def measure(
     device: Device,
-    size: Size | None = None,
+    size: ProgramSize | None = None,
     times: int = 200,
     progress: Callable[[str], None] = lambda line: None,
-) -> Result:
-    """Run all parts. ``times``: rounds, in each of which every program is measured once."""
-    size = size or Size()
+) -> BreakCost:
+    """Measure all parts.
+
+    ``size``: by default a small one on a device without timing. ``times``: rounds, in each of which every program is measured
+    once. ``progress``: gets a line for each part.
+    """
+    size = size or (ProgramSize() if device.traits.timing else _SMALL)
     notes = [f"size: {dataclasses.asdict(size)}, bf16"]
     if not device.traits.timing:
         notes.append(f"Device {device.name}: no time is meant, only the verdicts.")
@@ -56,19 +83,23 @@ def measure(
         progress("the device's time per boundary")
         gaps = _gaps(device, size, max(1, times // 5))
     right = all(row["replay = eager"] == SAME for row in (*bare, *breaks, *looks, *gaps))
-    return Result(bare, breaks, looks, gaps, right, notes)
+    notes.append(
+        f"Medians of {times} rounds, all of one table in turns, with the quartiles beside them. *host*: how long the "
+        "call keeps the host."
+    )
+    return BreakCost(cuts=size.cuts, bare=bare, breaks=breaks, looks=looks, gaps=gaps, right=right, notes=notes)
 
 
-def _bare(device: Device, size: Size, times: int, notes: list[str]) -> list[Row]:
-    program = Program(device, size, size.rows, no_op, size.steps)
+def _bare(device: Device, size: ProgramSize, times: int, notes: list[str]) -> list[Row]:
+    program = BreakProgram(device, size, size.rows, no_op, size.steps)
     capture = captured(device, program)
     runs: dict[str, Run] = {**bare_loops(capture), "segue": capture.replay}
-    rival = rival_of(device, program_of=lambda join: Program(device, size, size.rows, join, size.steps), notes=notes)
+    rival = rival_of(device, program_of=lambda join: BreakProgram(device, size, size.rows, join, size.steps), notes=notes)
     verdicts = {name: program.verdict(run, capture) for name, run in runs.items()}
     if rival is not None:
         other, runs[RIVAL] = rival
         verdicts[RIVAL] = other.verdict(runs[RIVAL], None)
-    taken = rounds.host(runs, times) if device.traits.timing else {}
+    taken = timing.host_in_turns(runs, times) if device.traits.timing else {}
     first = next(iter(runs))
     rows = []
     for name in runs:
@@ -106,24 +137,24 @@ def _join_out(y: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of break: how the program meets it, which rows are real, and its function's work by itself."""
+    """A kind of break."""
 
     name: str
-    join: Callable[[Tensor], object]
-    tail: bool
-    alone: Callable[[Program, int], Run]
+    join: Callable[[Tensor], object]  # what the program calls between two segments
+    tail: bool  # some rows are padded, and cleared after the break
+    alone: Callable[[BreakProgram, int], Run]  # the break's function by itself, on so many real rows
 
 
-def _alone_full(program: Program, _: int) -> Run:
+def _alone_full(program: BreakProgram, _: int) -> Run:
     return lambda: _scale(program.y)
 
 
-def _alone_trimmed(program: Program, n: int) -> Run:
+def _alone_trimmed(program: BreakProgram, n: int) -> Run:
     cut = program.y[:n]
     return lambda: _scale(cut)
 
 
-def _alone_out(program: Program, _: int) -> Run:
+def _alone_out(program: BreakProgram, _: int) -> Run:
     dst = torch.empty_like(program.y)
     return lambda: _scale_into(program.y, dst)
 
@@ -138,22 +169,22 @@ _KINDS = (
 )
 
 
-def _breaks(device: Device, size: Size, times: int) -> list[Row]:
+def _breaks(device: Device, size: ProgramSize, times: int) -> list[Row]:
     runs: dict[str, Run] = {}
     verdicts: dict[str, str] = {}
     captures = []
     for kind in _KINDS:
-        program = Program(device, size, size.rows, kind.join, size.steps)
+        program = BreakProgram(device, size, size.rows, kind.join, size.steps)
         valid = size.valid if kind.tail else None
         capture = captured(device, program, valid)
         captures.append(capture)
         runs |= {
             kind.name: lambda capture=capture, valid=valid: capture.replay(valid),  # type: ignore[misc]
-            f"{kind.name}: graphs": loop([graph.launch for graph in capture._graphs]),
+            f"{kind.name}: graphs": launches(capture),
             f"{kind.name}: alone": loop([kind.alone(program, size.valid)] * size.cuts),
         }
         verdicts[kind.name] = program.verdict(runs[kind.name], capture, valid)
-    taken = rounds.host(runs, times) if device.traits.timing else {}
+    taken = timing.host_in_turns(runs, times) if device.traits.timing else {}
     for capture in captures:
         capture.close()
     return [
@@ -162,8 +193,8 @@ def _breaks(device: Device, size: Size, times: int) -> list[Row]:
     ]
 
 
-def _per_break(taken: dict[str, Spread], name: str, size: Size) -> Row:
-    """The whole of a replay less its bare launches, per break; and that less the function's own work."""
+def _per_break(taken: dict[str, Spread], name: str, size: ProgramSize) -> Row:
+    """Columns of one kind: a replay without its bare launches, per break; and that without the function's own work."""
     if not taken:
         return {"host us a break": None, "quartiles us": None, "its function alone us": None, "added us": None}
     whole, graphs, alone = (taken[key] for key in (name, f"{name}: graphs", f"{name}: alone"))
@@ -204,8 +235,12 @@ class _Held(torch.nn.Module):
         torch.cat([joined, *others], out=y)
 
 
-def _looks(device: Device, size: Size, times: int) -> list[Row]:
-    """The forward in two graphs, of which the first reads one parameter; ``defer_checks`` runs it while the rest is looked at."""
+def _looks(device: Device, size: ProgramSize, times: int) -> list[Row]:
+    """What a replay adds to its graphs by seeing that parameters are where they were.
+
+    The forward is two graphs, of which the first reads one parameter. With ``defer_checks`` the first one runs while the host
+    looks where the other parameters are.
+    """
     runs: dict[str, Run] = {}
     rows: list[Row] = []
     captures = []
@@ -218,12 +253,11 @@ def _looks(device: Device, size: Size, times: int) -> list[Row]:
         with BreakableCapture(device=device, root=held, defer_checks=deferred) as capture:
             held(y)
         captures.append(capture)
-        assert capture._program is not None
-        externals = capture._program.externals
+        externals_check = capture.externals_check
         runs |= {
             name: capture.replay,
-            f"{name}: graphs": loop([graph.launch for graph in capture._graphs]),
-            f"{name}: before": externals.check_first if externals.early else externals.check,
+            f"{name}: graphs": launches(capture),
+            f"{name}: before": externals_check.check_first if externals_check.early else externals_check.check,
         }
         for p in held.parameters():
             p.normal_()  # in place, so that the graph must see it
@@ -233,7 +267,7 @@ def _looks(device: Device, size: Size, times: int) -> list[Row]:
         verdict = SAME if torch.equal(y, expected) else f"NO: off eager by {off(y, expected)}"
         row: Row = {"parameters": name, "host us": None, "its graphs alone us": None, "added us": None}
         rows.append({**row, "looking, before the first launch us": None, "replay = eager": verdict})
-    taken = rounds.host(runs, times) if device.traits.timing else {}
+    taken = timing.host_in_turns(runs, times) if device.traits.timing else {}
     for row in rows if taken else ():
         whole, graphs, before = (taken[f"{row['parameters']}{what}"].median * 1e6 for what in ("", ": graphs", ": before"))
         row |= {"host us": f"{whole:.1f}", "its graphs alone us": f"{graphs:.1f}", "added us": f"{whole - graphs:.1f}"}
@@ -243,12 +277,12 @@ def _looks(device: Device, size: Size, times: int) -> list[Row]:
     return rows
 
 
-def _gaps(device: Device, size: Size, times: int) -> list[Row]:
+def _gaps(device: Device, size: ProgramSize, times: int) -> list[Row]:
     if not device.traits.timing:
         return []
 
-    def program_of(join: Callable[[Tensor], object]) -> Program:
-        return Program(device, size, size.long_rows, join, size.long_steps)
+    def program_of(join: Callable[[Tensor], object]) -> BreakProgram:
+        return BreakProgram(device, size, size.long_rows, join, size.long_steps)
 
     uncut, cut = program_of(go_on), program_of(no_op)
     whole, pieces = captured(device, uncut), captured(device, cut)
@@ -258,7 +292,7 @@ def _gaps(device: Device, size: Size, times: int) -> list[Row]:
     if rival is not None:
         other, runs[RIVAL] = rival
         verdicts[RIVAL] = other.verdict(runs[RIVAL], None)
-    taken, launching = rounds.device(runs, times), rounds.host(runs, times)
+    taken, launching = timing.device_in_turns(runs, times), timing.host_in_turns(runs, times)
     base = taken["one graph"]
     rows = []
     for name in runs:
@@ -277,7 +311,7 @@ def _gaps(device: Device, size: Size, times: int) -> list[Row]:
 
 
 def _verdicts(
-    runs: dict[str, Run], uncut: Program, cut: Program, whole: BreakableCapture, pieces: BreakableCapture
+    runs: dict[str, Run], uncut: BreakProgram, cut: BreakProgram, whole: BreakableCapture, pieces: BreakableCapture
 ) -> Iterator[tuple[str, str]]:
     for name, run in runs.items():
         yield name, uncut.verdict(run, whole) if name == "one graph" else cut.verdict(run, pieces)

@@ -1,4 +1,4 @@
-"""The programs that ``segue bench breaks`` measures: small graphs with breaks between, bare launches, and a rival's."""
+"""The programs that ``segue bench breaks`` measures: small graphs with breaks between them, bare launches, and a rival's."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segue.bench.rounds import Run
+from segue.bench.result import SAME
+from segue.bench.timing import Run
 from segue.capture import BreakableCapture, break_point, reference_frame
-from segue.devices import Device
+from segue.capture.break_points import Break
+from segue.devices import Device, Segment
 
 RIVAL = "breakable-cuda-graphs"
-SAME = "bit for bit"
 
 
 @dataclass(frozen=True)
-class Size:
-    """The program's size. A segment is ``steps`` times three elementwise kernels over [rows, width] bf16."""
+class ProgramSize:
+    """The size of a program. A segment is ``steps`` times three elementwise kernels over [rows, width] bf16."""
 
     cuts: int = 32
     steps: int = 1
@@ -37,10 +38,13 @@ def _step(y: Tensor) -> Tensor:
     return y.mul_(0.97).add_(0.03).clamp_(-3.0, 3.0)
 
 
-class Program:
-    """A program over fixed buffers ``x`` (its input) and ``y`` (its result, written in place)."""
+class BreakProgram:
+    """A program over fixed buffers [rows, width] bf16: ``x``, its input, and ``y``, its result, which it writes in place.
 
-    def __init__(self, device: Device, size: Size, rows: int, join: Callable[[Tensor], object], steps: int) -> None:
+    ``join(y)`` is called between two segments.
+    """
+
+    def __init__(self, device: Device, size: ProgramSize, rows: int, join: Callable[[Tensor], object], steps: int) -> None:
         self._size, self._join, self._steps = size, join, steps
         self.x, self.y = (
             torch.zeros(rows, size.width, dtype=torch.bfloat16, device=device.torch_device) for _ in range(2)
@@ -56,7 +60,9 @@ class Program:
                 _step(y)
 
     def verdict(self, replay: Run, capture: BreakableCapture | None, valid: int | None = None) -> str:
-        """Whether ``replay`` gives what the reference gives, pads included, and on the real rows what eager gives."""
+        """:data:`SAME` if ``replay`` gives what the reference gives, padded rows included, and on the ``valid`` rows what eager
+        gives; otherwise the largest difference.
+        """
         self.x.copy_(torch.randn(self.x.shape, generator=torch.Generator().manual_seed(7)))
         n = self.x.shape[0] if valid is None else valid
         eager = torch.empty_like(self.x[:n])
@@ -74,7 +80,7 @@ class Program:
 
 
 def off(a: Tensor, b: Tensor) -> float:
-    """The largest difference."""
+    """The largest difference of two tensors."""
     return (a.float() - b.float()).abs().max().item()
 
 
@@ -94,7 +100,7 @@ def go_on(_: Tensor) -> None:
     """No break."""
 
 
-def captured(device: Device, program: Program, valid: int | None = None) -> BreakableCapture:
+def captured(device: Device, program: BreakProgram, valid: int | None = None) -> BreakableCapture:
     """The program captured, after a warm-up. ``valid``: how many of its rows are real."""
     rows = program.x.shape[0]
     program.x.fill_(1.0)
@@ -115,20 +121,27 @@ def loop(calls: list[Run]) -> Run:
     return run
 
 
+def launches(capture: BreakableCapture) -> Run:
+    """One run that launches the graphs of a capture with nothing between them."""
+    return loop([segment.launch for segment in _segments(capture)])
+
+
 def bare_loops(capture: BreakableCapture) -> dict[str, Run]:
-    """The graphs of a capture launched with nothing between: as torch offers it, and past torch's Python method."""
-    segments: list[Any] = capture._graphs
-    loops = {"bare, launched as segue does": loop([segment.launch for segment in segments])}
-    graphs = [getattr(segment, "graph", None) for segment in segments]
+    """Runs that launch the graphs of a capture with nothing between them: by torch's Python method, on CUDA, and without it."""
+    loops = {"bare, launched as segue does": launches(capture)}
+    graphs: list[Any] = [getattr(segment, "graph", None) for segment in _segments(capture)]
     if all(isinstance(graph, torch.cuda.CUDAGraph) for graph in graphs):
-        loops = {"bare, CUDAGraph.replay": loop([graph.replay for graph in graphs if graph is not None]), **loops}
+        loops = {"bare, CUDAGraph.replay": loop([graph.replay for graph in graphs]), **loops}
     return loops
 
 
 def rival_of(
-    device: Device, program_of: Callable[[Callable[[Tensor], object]], Program], notes: list[str]
-) -> tuple[Program, Run] | None:
-    """The same program through the PyPI package, where it is installed and there is CUDA."""
+    device: Device, program_of: Callable[[Callable[[Tensor], object]], BreakProgram], notes: list[str]
+) -> tuple[BreakProgram, Run] | None:
+    """The program and its replay by the PyPI package :data:`RIVAL`.
+
+    None where there is no CUDA, or the package is not installed or fails; for these two ``notes`` gets a line.
+    """
     if device.torch_device.type != "cuda":
         return None
     try:
@@ -152,6 +165,10 @@ def rival_of(
         return None
     notes.append(f"{RIVAL} {_version(RIVAL)}")
     return program, graph.replay
+
+
+def _segments(capture: BreakableCapture) -> list[Segment]:
+    return [step for step in capture.steps if not isinstance(step, Break)]
 
 
 def _version(package: str) -> str:

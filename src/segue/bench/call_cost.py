@@ -1,72 +1,81 @@
-"""What a runner's call costs the host over the bare replay: admission, staging four inputs, one output of the caller's own."""
+"""What a runner's call costs the host over the bare replay: admission, staging of four inputs, a copy of one output."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from segue.bench import rounds
-from segue.bench.rounds import Run
-from segue.devices import Device
-from segue.runner import GraphRunner, Input
+from segue.bench import timing
+from segue.bench.result import SAME, BenchResult, Row
+from segue.bench.timing import Run, Spread
+from segue.devices import Device, Pool
+from segue.runner import Breakable, CapturedForward, GraphRunner, Input, Job
 
-Row = dict[str, Any]
 ADDS = 7  # eager in-place adds whose host time the added cost is held against
 
 
-@dataclass(frozen=True)
-class Result:
-    """One row a way of running the call; ``added`` and ``allowed`` in seconds, None without a device that has time."""
+@dataclass(frozen=True, kw_only=True)
+class CallCost(BenchResult):
+    """What a call costs; one row for each way of running it.
+
+    ``added``: seconds that a runner's call takes over the bare replay. ``allowed``: seconds of the in-place adds. Both are None
+    on a device without timing.
+    """
+
+    title = "What a runner's call costs"
 
     rows: list[Row]
     added: float | None
     allowed: float | None
-    right: bool
-    notes: list[str] = field(default_factory=list)
+
+    @property
+    def tables(self) -> dict[str, list[Row]]:
+        """The rows under the titles that are printed above them."""
+        return {"One call": self.rows}
 
 
 def forward(x: Tensor, residual: Tensor, scale: Tensor, positions: Tensor) -> Tensor:
-    """[rows, width], twice; [width]; [rows] int64. Small kernels, so that the host sets the pace."""
+    """A forward of small kernels, so that the host sets the pace.
+
+    ``x`` and ``residual`` [rows, width], ``scale`` [width], ``positions`` [rows] int64. Returns [rows, width].
+    """
     return (x * scale + residual).relu() + positions[:, None]
 
 
 def measure(
     device: Device, tokens: int = 50, bucket: int = 64, width: int = 64, times: int = 300, progress: Callable[[str], None] = print
-) -> Result:
-    """Run each way in turns, ``times`` rounds."""
+) -> CallCost:
+    """Run each way in turns, ``times`` rounds, with ``tokens`` real rows in a bucket of ``bucket`` rows."""
     place = device.torch_device
     x, residual = torch.randn(tokens, width, device=place), torch.randn(tokens, width, device=place)
     scale, positions = torch.randn(width, device=place), torch.arange(tokens, device=place)
     tokenwise = {"x": Input(token_dim=0, pad=0.0), "residual": Input(token_dim=0, pad=0.0)}
+    strategy = _Kept()
     runner = GraphRunner(
         forward,
         inputs={**tokenwise, "scale": Input(token_dim=None), "positions": Input(token_dim=0, pad=0)},
         buckets=[bucket],
         device=device,
+        strategies=[strategy],
     )
     with runner, torch.inference_mode():
         progress("capturing")
         call: Run = lambda: runner(x, residual, scale, positions)  # noqa: E731
         call()
         call()
-        runs: dict[str, Run] = {"bare replay": _bare(runner, tokens), "runner": call, f"{ADDS} in-place adds": _adds(x)}
+        runs: dict[str, Run] = {"bare replay": _bare(strategy, tokens), "runner": call, f"{ADDS} in-place adds": _adds(x)}
         hand = _by_hand(tokens, bucket, x, residual, scale, positions)
         if hand is not None:
             runs["make_graphed_callables, padded and copied by hand"] = hand
         want = runner.reference(x, residual, scale, positions)
         verdicts = {name: _verdict(run(), want) for name, run in runs.items()}
         progress("measuring")
-        taken = rounds.host(runs, times) if device.traits.timing else {}
-    rows: list[Row] = []
-    for name in runs:
-        row: Row = {"call": name, "host us": None, "quartiles us": None}
-        if taken:
-            row |= {"host us": f"{taken[name].median * 1e6:.1f}", "quartiles us": str(taken[name])}
-        rows.append({**row, "output = reference": verdicts[name]})
+        taken = timing.host_in_turns(runs, times) if device.traits.timing else {}
+    rows = [_row(name, taken.get(name), verdict) for name, verdict in verdicts.items()]
     added = taken["runner"].median - taken["bare replay"].median if taken else None
     allowed = taken[f"{ADDS} in-place adds"].median if taken else None
     notes = [f"{tokens} tokens in a bucket of {bucket}, width {width}, fp32, inference mode"]
@@ -74,20 +83,43 @@ def measure(
         notes.append(f"Over the bare replay: {added * 1e6:.1f} us; {ADDS} in-place adds: {allowed * 1e6:.1f} us.")
     else:
         notes.append(f"Device {device.name}: no time is meant, only the verdicts.")
-    return Result(rows, added, allowed, all(v in ("", "bit for bit") for v in verdicts.values()), notes)
+    notes.append(
+        f"Medians of {times} rounds, all in turns, with the quartiles beside them. *host*: how long the call keeps the host."
+    )
+    right = all(v in ("", SAME) for v in verdicts.values())
+    return CallCost(rows=rows, added=added, allowed=allowed, right=right, notes=notes)
+
+
+def _row(name: str, taken: Spread | None, verdict: str) -> Row:
+    times = (None, None) if taken is None else (f"{taken.median * 1e6:.1f}", str(taken))
+    return {"call": name, "host us": times[0], "quartiles us": times[1], "output = reference": verdict}
 
 
 def _verdict(got: object, want: Tensor) -> str:
     if not isinstance(got, Tensor):
         return ""
-    return "bit for bit" if torch.equal(got, want) else f"differs by up to {(got - want).abs().max().item():.3g}"
+    return SAME if torch.equal(got, want) else f"differs by up to {(got - want).abs().max().item():.3g}"
 
 
-def _bare(runner: GraphRunner, tokens: int) -> Run:
-    buckets = runner._buckets
-    assert buckets is not None
-    replay = next(iter(buckets.graphs.values())).program.replay
-    return lambda: replay(tokens)
+class _Kept(Breakable):
+    """Keeps what it captured last, so that it can be replayed without the runner."""
+
+    captured: CapturedForward
+    pool: Pool
+
+    def capture(self, job: Job) -> CapturedForward:
+        self.captured, self.pool = super().capture(job), job.pool
+        return self.captured
+
+
+def _bare(strategy: _Kept, tokens: int) -> Run:
+    replay, turn = strategy.captured.replay, strategy.pool.turn()
+
+    def run() -> None:
+        with turn:
+            replay(tokens)
+
+    return run
 
 
 def _adds(x: Tensor) -> Run:

@@ -1,6 +1,7 @@
-"""A decoder's body with Qwen3's shape and ops, in plain torch, with attention as the break point of each layer.
+"""Models of Qwen3's shape with random weights: transformers' own, and a decoder's body in plain torch.
 
-Random weights, no embedding and no head: what stands inside the graphs when a language model is served.
+The body has Qwen3's ops, with attention as the break point of each layer, no embedding and no head: it is what the graphs
+hold when a language model is served.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,7 @@ from segue.capture import break_point
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a decoder's body. The default is Qwen3-0.6B's: 309 parameters."""
+    """The size of a model. The default is Qwen3-0.6B's, whose body has 309 parameters."""
 
     layers: int = 28
     hidden: int = 1024
@@ -27,10 +29,25 @@ class Shape:
     kv_heads: int = 8
     head_dim: int = 128
     intermediate: int = 3072
+    vocabulary: int = 151936  # of a language model; a body has none
 
     def small(self) -> Shape:
         """The same with one layer."""
         return dataclasses.replace(self, layers=1)
+
+    def model(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """A transformers ``Qwen3ForCausalLM`` with seeded random weights, in eval mode."""
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        config = Qwen3Config(
+            num_hidden_layers=self.layers, hidden_size=self.hidden, num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads, head_dim=self.head_dim, intermediate_size=self.intermediate,
+            vocab_size=self.vocabulary, max_position_embeddings=40960, tie_word_embeddings=True,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = Qwen3ForCausalLM(config)
+        return model.to(dtype).eval()
 
 
 @break_point(trim=("q", "k", "v"))
@@ -49,6 +66,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., width] to the same, in the dtype of ``x``."""
         wide = x.to(torch.float32)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         normed: Tensor = self.weight * wide.to(x.dtype)
@@ -74,6 +92,7 @@ class Layer(nn.Module):
         self.q_norm, self.k_norm = Norm(s.head_dim), Norm(s.head_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """``x`` [T, hidden], ``cos`` and ``sin`` [T, 1, head_dim] -> [T, hidden]."""
         h, d = self.before_attention(x), self.shape.head_dim
         q = _rotated(self.q_norm(self.q(h).unflatten(-1, (-1, d))), cos, sin)
         k = _rotated(self.k_norm(self.k(h).unflatten(-1, (-1, d))), cos, sin)
@@ -84,7 +103,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """``forward(x [T, hidden], positions [T] int64) -> [T, hidden]``."""
+    """The body: ``forward(x [T, hidden], positions [T] int64) -> [T, hidden]``."""
 
     frequencies: Tensor
 
@@ -96,6 +115,7 @@ class Decoder(nn.Module):
         self.register_buffer("frequencies", 1.0 / 1e6**steps, persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [T, hidden] after the last norm."""
         angles = positions[:, None].float() * self.frequencies
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)

@@ -10,47 +10,60 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from segue.bench import clock
+from segue.bench import timing
 from segue.bench.decoder import Decoder, Shape, attend, build
+from segue.bench.result import SAME, BenchResult, Row
 from segue.capture import BreakableCapture, reference_frame
 from segue.capture.isolation import still
 from segue.devices import Device, Pool
 
 BUCKETS = (8192, 4096, 2048, 1024)
-Row = dict[str, Any]
-_SAME = "bit for bit"
+_SMALL_BUCKETS = (64, 32, 16, 8)
+_SMALL = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=96)
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one run measured. Times are None, and driver bytes 0, on a device that has none."""
+@dataclass(frozen=True, kw_only=True)
+class LadderMemory(BenchResult):
+    """What a ladder takes. Times are None on a device without timing, and driver bytes 0 where there is no driver memory."""
+
+    title = "Memory of a ladder, and recording it"
 
     memory: list[Row]  # after each bucket, in the order of capture
     recording: list[Row]  # per bucket
-    right: bool  # every replay bit-equal to the reference
-    notes: list[str] = field(default_factory=list)
+
+    @property
+    def tables(self) -> dict[str, list[Row]]:
+        """The rows under the titles that are printed above them."""
+        return {"One pool, the largest bucket first": self.memory, "Recording a bucket": self.recording}
 
 
 def measure(
     device: Device,
     shape: Shape | None = None,
-    buckets: Sequence[int] = BUCKETS,
+    buckets: Sequence[int] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     times: int = 5,
     progress: Callable[[str], None] = lambda line: None,
-) -> Result:
-    """Capture the buckets into one pool, then time recordings in another. ``times``: recordings of each bucket."""
-    shape, order = shape or Shape(), sorted(buckets, reverse=True)
+) -> LadderMemory:
+    """Capture the buckets into one pool, then time recordings in another.
+
+    ``shape``, ``buckets``: by default :data:`BUCKETS` of the usual :class:`Shape`, and small ones on a device without timing.
+    ``times``: recordings of each bucket. ``progress``: gets a line for each step.
+    """
+    timed = device.traits.timing
+    shape = shape or (Shape() if timed else _SMALL)
+    order = sorted(buckets or (BUCKETS if timed else _SMALL_BUCKETS), reverse=True)
     decoder = build(shape, dtype, device.torch_device)
     kind, count = str(dtype).removeprefix("torch."), len(list(decoder.parameters()))
-    notes = [f"shape: {dataclasses.asdict(shape)}, {kind}, {count} parameters"]
-    if not device.traits.timing:
+    size = {name: value for name, value in dataclasses.asdict(shape).items() if name != "vocabulary"}
+    notes = [f"shape: {size}, {kind}, {count} parameters"]
+    if not timed:
         notes.append(f"Device {device.name}: no time is meant, and there is no driver memory.")
     with torch.inference_mode():
         forwards = [_Forward(decoder, n, dtype, device) for n in order]
@@ -65,7 +78,14 @@ def measure(
         memory = _memory(device, forwards, progress)
         recording = _recording(device, forwards, times, progress)
         _close([small], [first])
-    return Result(memory, recording, all(row["replay = reference"] == _SAME for row in memory), notes)
+    notes.append(
+        "*pool*: graph memory, inputs and weights not in it; *driver*: what the graphs take outside torch's allocator. "
+        "*recording*: one capture, each segment launched as soon as it is recorded, without warm-up and garbage "
+        f"collection; medians of {times}, in turns with an eager forward. *by torch alone*: the same graphs recorded and "
+        "launched by torch's CUDAGraph, with nothing watched, held or checked."
+    )
+    right = all(row["replay = reference"] == SAME for row in memory)
+    return LadderMemory(memory=memory, recording=recording, right=right, notes=notes)
 
 
 class _Forward:
@@ -135,7 +155,7 @@ class _Forward:
             if not torch.equal(self.out, expected):
                 off = (self.out.float() - expected.float()).abs().max().item()
                 return f"NO: off by {off} with {valid} valid rows"
-        return _SAME
+        return SAME
 
 
 def _memory(device: Device, forwards: list[_Forward], progress: Callable[[str], None]) -> list[Row]:
@@ -168,7 +188,7 @@ def _memory(device: Device, forwards: list[_Forward], progress: Callable[[str], 
 
 
 def _close(forwards: list[_Forward], captures: list[BreakableCapture]) -> None:
-    """Let go of the pool's memory, then of the graphs, all together."""
+    """Let go of the outputs in the pool's memory, then of the graphs, all together."""
     for forward in forwards:
         forward.out = None
     for capture in captures:
@@ -180,7 +200,7 @@ def _against(now: int, first: int) -> str:
 
 
 def _recording(device: Device, forwards: list[_Forward], times: int, progress: Callable[[str], None]) -> list[Row]:
-    """Recording, each segment launched as soon as it is recorded, and one eager forward, in turns."""
+    """Times of recording, each segment launched as soon as it is recorded, and of one eager forward, in turns."""
     pool = device.new_pool()
     rows, captures = [], []
     bare_pool = torch.cuda.graph_pool_handle() if device.traits.driver_memory else None
@@ -190,17 +210,17 @@ def _recording(device: Device, forwards: list[_Forward], times: int, progress: C
         eager, recording, bare = [], [], []
         for _ in range(times):
             if bare_pool is not None:
-                clock.synchronize()
+                timing.synchronize()
                 start = time.perf_counter()
                 with still():
                     kept.append(forward.bare(device.default_stream(), bare_pool))
-                clock.synchronize()
+                timing.synchronize()
                 bare.append(time.perf_counter() - start)
-            eager.append(clock.wall(forward.eager))
-            clock.synchronize()
+            eager.append(timing.wall(forward.eager))
+            timing.synchronize()
             start = time.perf_counter()
             captures.append(forward.capture(pool))
-            clock.synchronize()
+            timing.synchronize()
             recording.append(time.perf_counter() - start)
         rows.append(_recorded(forward, captures[-1].graphs, eager, recording, bare, device.traits.timing))
     _close(forwards, captures)
@@ -208,10 +228,10 @@ def _recording(device: Device, forwards: list[_Forward], times: int, progress: C
 
 
 def _recorded(
-    forward: _Forward, graphs: int, eager: list[float], recording: list[float], bare: list[float], timing: bool
+    forward: _Forward, graphs: int, eager: list[float], recording: list[float], bare: list[float], timed: bool
 ) -> Row:
     row: Row = {"bucket": forward.rows, "graphs": graphs, "eager ms": None, "recording ms": None, "range ms": None}
-    if not timing:
+    if not timed:
         return {**row, "recording / eager": None, "by torch alone ms": None, "torch alone / eager": None}
     one, other = statistics.median(eager), statistics.median(recording)
     return row | {

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from segue.bench import clock
-from segue.bench.ttft import LENGTHS, Shape
+from segue.bench import timing
+from segue.bench.decoder import Shape
+from segue.bench.result import SAME, BenchResult, Row
+from segue.bench.ttft import LENGTHS, FreshPrompt
 from segue.check.caches import difference
 from segue.devices import Device
 from segue.integrations.transformers import accelerate, names
@@ -19,33 +21,44 @@ from segue.integrations.transformers.prime_trunk import ModelTrunk
 from segue.prime import PrimeGraph
 
 _RECORDINGS = 7  # of each kind
+_SMALL = Shape(2, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=48, vocabulary=61)
+_SMALL_LENGTHS = (3, 16)
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one run measured.
+@dataclass(frozen=True, kw_only=True)
+class PrimeLatency(BenchResult):
+    """Times of prime graphs.
 
     ``rows``: one for each length, every forward as long as its bucket. ``cuts``: milliseconds of each pattern of cuts
-    that was measured. ``right``: every run equal to its reference, bit for bit.
+    that was measured.
     """
 
-    rows: list[dict[str, Any]]
-    cuts: list[dict[str, Any]]
-    right: bool
-    notes: list[str] = field(default_factory=list)
+    title = "Prime graphs"
+
+    rows: list[Row]
+    cuts: list[Row]
+
+    @property
+    def tables(self) -> dict[str, list[Row]]:
+        """The rows under the titles that are printed above them."""
+        return {"One prompt as long as its bucket": self.rows, "Milliseconds of a replay, by where it is cut": self.cuts}
 
 
 def measure(
     device: Device,
     shape: Shape | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    lengths: Sequence[int] = LENGTHS,
+    lengths: Sequence[int] | None = None,
     times: int = 20,
     progress: Callable[[str], None] = lambda line: None,
-) -> Result:
-    """Measure eager, breakable and prime at each of ``lengths``, in turns; each fills a fresh cache and gives
-    logits."""
-    shape = shape or Shape()
+) -> PrimeLatency:
+    """Measure eager, breakable and prime at each of ``lengths``, in turns; each fills a fresh cache and gives logits.
+
+    ``shape``, ``lengths``: by default Qwen3-0.6B's and :data:`LENGTHS`, and small ones on a device without timing. ``times``:
+    measurements of each, of which the median counts. ``progress``: gets a line for each length.
+    """
+    timed = device.traits.timing
+    shape, lengths = shape or (Shape() if timed else _SMALL), lengths or (LENGTHS if timed else _SMALL_LENGTHS)
     model = shape.model(dtype, device.torch_device)
     trunk = ModelTrunk(model)  # before it is accelerated: it is the untouched decoder that a trunk runs
     rows, cuts = [], []
@@ -59,31 +72,23 @@ def measure(
     rows.reverse()
     cuts.reverse()
     notes = [f"shape: {dataclasses.asdict(shape)}, {str(dtype).removeprefix('torch.')}"]
-    if not device.traits.timing:
+    if not timed:
         notes.append(f"Device {device.name}: no time is meant, only the verdicts.")
-    return Result(rows, cuts, all(row["prime = reference"] == "bit for bit" for row in rows), notes)
+    notes.append(
+        f"Medians of {times}, eager, breakable and prime in turns; each fills a fresh cache and gives the last logits. "
+        "*kernel sum*: device time of all that one call has the device do but the copy-out, its kernels one after the other. "
+        "*recording*: one capture, without warm-up, garbage collection and the search for cuts."
+    )
+    return PrimeLatency(rows=rows, cuts=cuts, right=all(row["prime = reference"] == SAME for row in rows), notes=notes)
 
 
-def _row(graphed: Any, prime: PrimeGraph, n: int, times: int) -> dict[str, Any]:
+def _row(graphed: Any, prime: PrimeGraph, n: int, times: int) -> Row:
     model, trunk = graphed.model, prime.trunk
-    draw = torch.Generator().manual_seed(n)
-    ids = torch.randint(0, model.config.vocab_size, (1, n), generator=draw).to(model.device)
-    name = names.cache_name(model.forward)
-
-    # Allocations before the clock starts, as generate() makes one before its forwards; each goes with its call.
-    caches = [names.new_cache(model.config) for _ in range(3 * times + 28 + _RECORDINGS)]
-
-    def forward() -> Any:
-        with torch.inference_mode():
-            return model(ids, use_cache=True, logits_to_keep=1, **{name: caches.pop()})
-
-    def eager() -> Any:
-        with graphed.untouched():
-            return forward()
+    prompt = FreshPrompt(graphed, n, calls=3 * times + 28 + _RECORDINGS)
 
     def run() -> Any:
         with torch.inference_mode():
-            return prime.run(ids, caches.pop())
+            return prime.run(prompt.ids, prompt.caches.pop())
 
     def replay() -> None:
         assert prime.capture is not None
@@ -94,23 +99,17 @@ def _row(graphed: Any, prime: PrimeGraph, n: int, times: int) -> dict[str, Any]:
             prime.copies.copy(pairs)
 
     for _ in range(3):
-        forward()  # the reference, the capture, a replay
+        prompt.forward()  # the reference, the capture, a replay
     session = names.new_cache(model.config)
     with torch.inference_mode():
         trunk.reserve(session, n)  # type: ignore[attr-defined]
         pairs = prime.copies.pairs(trunk.state(session), 0, 0, n)
-        got, want = run(), prime.reference(ids)
-    runs = {
-        "eager": eager,
-        "breakable": forward,
-        "prime": run,
-        "replay": replay,
-        "copy": copy,
-    }
-    taken = clock.interleaved(runs, times)
-    whole, copied = clock.kernels(run), clock.kernels(copy)
+        got, want = run(), prime.reference(prompt.ids)
+    runs = {"eager": prompt.eager, "breakable": prompt.forward, "prime": run, "replay": replay, "copy": copy}
+    taken = timing.wall_in_turns(runs, times)
+    whole, copied = timing.kernels(run), timing.kernels(copy)
     busy = None if whole is None or copied is None else whole - copied
-    forwards, recordings = _recordings(prime, eager)
+    forwards, recordings = _recordings(prime, prompt.eager)
     differs = difference(got.logits, want.logits) or difference(got.hidden, want.hidden)
     return {
         "tokens": n,
@@ -128,7 +127,7 @@ def _row(graphed: Any, prime: PrimeGraph, n: int, times: int) -> dict[str, Any]:
         "cut after": str(list(prime.cuts)),
         "recording ms": recordings * 1e3,
         "recording / eager": recordings / forwards,
-        "prime = reference": differs or "bit for bit",
+        "prime = reference": differs or SAME,
     }
 
 
@@ -137,7 +136,7 @@ def _recordings(prime: PrimeGraph, eager: Callable[[], object]) -> tuple[float, 
     eagerly: list[float] = []
     recording: list[float] = []
     for _ in range(_RECORDINGS):
-        eagerly.append(clock.wall(eager))
+        eagerly.append(timing.wall(eager))
         with PrimeGraph(prime.trunk, prime.bucket, cuts=prime.cuts, device=prime.device) as again:
             recording.append(again.seconds)
     return statistics.median(eagerly), statistics.median(recording)
@@ -149,7 +148,7 @@ def float32() -> ModelTrunk:
 
 
 def bfloat16() -> ModelTrunk:
-    """The same in bfloat16."""
+    """The trunk that is measured, in bfloat16."""
     return _trunk(torch.bfloat16)
 
 

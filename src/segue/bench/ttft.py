@@ -1,58 +1,76 @@
 """Time to first token of one prompt's forward with the cache filled: eager, segue, and the sum of its kernels.
 
-The model has the shape of Qwen3-0.6B and random weights: time doesn't depend on what they are.
+The model has the shape of Qwen3-0.6B and random weights, since times don't depend on what the weights are.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from segue import _torch
-from segue.bench import clock, decoder
+from segue.bench import timing
+from segue.bench.decoder import Shape
+from segue.bench.result import SAME, BenchResult, Row
 from segue.devices import Device
 from segue.integrations.transformers import accelerate, names
-from segue.integrations.transformers.lazy_cache_init import init_layer
+from segue.integrations.transformers.attention import init_layer
 
 LENGTHS = (16, 128, 512, 2048)
 
 
-@dataclass(frozen=True)
-class Shape(decoder.Shape):
-    """A language model's size. The default is Qwen3-0.6B's."""
+@dataclass(frozen=True, kw_only=True)
+class FirstToken(BenchResult):
+    """Times to the first token."""
 
-    vocabulary: int = 151936
+    title = "Time to first token, one prompt, cache filled"
 
-    def model(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """A Qwen3 with random weights, in eval mode."""
-        from transformers import Qwen3Config, Qwen3ForCausalLM
+    rows: list[Row]  # one per length
+    capture: Row
+    breaks: list[Row]  # where a break's host time goes
 
-        config = Qwen3Config(
-            num_hidden_layers=self.layers, hidden_size=self.hidden, num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads, head_dim=self.head_dim, intermediate_size=self.intermediate,
-            vocab_size=self.vocabulary, max_position_embeddings=40960, tie_word_embeddings=True,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        with torch.device(device):
-            model = Qwen3ForCausalLM(config)
-        return model.to(dtype).eval()
+    @property
+    def tables(self) -> dict[str, list[Row]]:
+        """The rows under the titles that are printed above them."""
+        return {
+            "One prompt": self.rows,
+            "Capturing the ladder": [self.capture],
+            "Where the host time of one attention break goes, each part alone": self.breaks,
+        }
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one run measured."""
+class FreshPrompt:
+    """A random prompt of ``n`` tokens for an accelerated model, with caches for so many ``calls``.
 
-    rows: list[dict[str, Any]]  # one per length
-    capture: dict[str, Any]
-    breaks: list[dict[str, Any]]  # where a break's host time goes
-    right: bool  # every replay equal to its reference, bit for bit
-    notes: list[str] = field(default_factory=list)
+    The caches are made before the clock starts, as generate() makes one before its forwards. Each call uses one up.
+    """
+
+    def __init__(self, graphed: Any, n: int, calls: int) -> None:
+        self._graphed, self._model = graphed, graphed.model
+        draw = torch.Generator().manual_seed(n)
+        self.ids = torch.randint(0, self._model.config.vocab_size, (1, n), generator=draw).to(self._model.device)
+        self._cache_name = names.cache_name(self._model.forward)
+        self.caches = [names.new_cache(self._model.config) for _ in range(calls)]
+
+    def forward(self) -> Any:
+        """The logits [1, 1, V] of the last token, with a fresh cache filled."""
+        with torch.inference_mode():
+            return self._model(self.ids, use_cache=True, logits_to_keep=1, **{self._cache_name: self.caches.pop()})
+
+    def eager(self) -> Any:
+        """The same by the untouched model."""
+        with self._graphed.untouched():
+            return self.forward()
+
+    def breakable(self) -> Any:
+        """The same by the breakable graphs, without prime."""
+        with self._graphed.without_prime():
+            return self.forward()
 
 
 def measure(
@@ -62,14 +80,18 @@ def measure(
     lengths: Sequence[int] = LENGTHS,
     times: int = 20,
     progress: Callable[[str], None] = lambda line: None,
-) -> Result:
-    """Capture the default ladder up to the longest of ``lengths``, breakable and with prime, and measure at each of them."""
+) -> FirstToken:
+    """Capture the default ladder up to the longest of ``lengths``, breakable and with prime, and measure at each of them.
+
+    ``shape``: by default Qwen3-0.6B's. ``times``: measurements of each, of which the median counts. ``progress``: gets a line
+    for each step.
+    """
     shape = shape or Shape()
     model = shape.model(dtype, device.torch_device).requires_grad_(False)
     with accelerate(model, max_tokens=max(lengths), device=device) as graphed:
         start = time.perf_counter()
         graphed.capture()
-        clock.synchronize()
+        timing.synchronize()
         seconds = time.perf_counter() - start
         stats = graphed.stats
         capture = {
@@ -85,40 +107,29 @@ def measure(
         progress("a break's host time")
         breaks = _breaks(graphed, shape, dtype, min(lengths), device.torch_device)
     notes = [f"shape: {dataclasses.asdict(shape)}, {str(dtype).removeprefix('torch.')}"]
-    return Result(rows, capture, breaks, all(row["replay = reference"] == "bit for bit" for row in rows), notes)
+    notes.append(
+        f'Medians of {times}, in turns. *segue*: strategy "auto", which serves a fresh prompt by its prime graph; *breakable*: '
+        "the same prompt by the breakable graph. *kernel sum*: device time of the kernels of one eager forward. *host*: how long "
+        "the call keeps the host; *outside the body*: embedding, head, and what transformers and segue do around the graphs."
+    )
+    right = all(row["replay = reference"] == SAME for row in rows)
+    return FirstToken(rows=rows, capture=capture, breaks=breaks, right=right, notes=notes)
 
 
-def _row(graphed: Any, n: int, times: int) -> dict[str, Any]:
-    model = graphed.model
-    draw = torch.Generator().manual_seed(n)
-    ids = torch.randint(0, model.config.vocab_size, (1, n), generator=draw).to(model.device)
-    name = names.cache_name(model.forward)
-    caches = [names.new_cache(model.config) for _ in range(3 * times + 80)]  # generate() too makes them before its forwards
-
-    def forward() -> Any:
-        with torch.inference_mode():
-            return model(ids, use_cache=True, logits_to_keep=1, **{name: caches.pop()})
-
-    def eager() -> Any:
-        with graphed.untouched():
-            return forward()
-
-    def breakable() -> Any:
-        with _without_prime(graphed):
-            return forward()
-
+def _row(graphed: Any, n: int, times: int) -> Row:
+    prompt = FreshPrompt(graphed, n, calls=3 * times + 80)
     before = graphed.stats
-    taken = clock.interleaved({"eager": eager, "segue": forward, "breakable": breakable}, times)
+    runs = {"eager": prompt.eager, "segue": prompt.forward, "breakable": prompt.breakable}
+    taken = timing.wall_in_turns(runs, times)
     after = graphed.stats
-    busy = clock.kernels(eager)
-    same, off = _compare(graphed, ids)
-    with _without_prime(graphed):
-        same = _compare(graphed, ids)[0] and same
+    busy = timing.kernels(prompt.eager)
+    same, off = _compare(graphed, prompt.ids)
+    with graphed.without_prime():
+        same = _compare(graphed, prompt.ids)[0] and same
     served = {name: count - before.strategies.get(name, 0) for name, count in after.strategies.items()}
-    host = clock.host(forward, times=20, batch=1), clock.host(breakable, times=20, batch=1)
-    graphed._here.run = lambda x, *_, **__: x  # the forward around the body alone
-    around = clock.host(breakable, times=20, batch=1)
-    graphed._here.run = None
+    host = timing.host(prompt.forward, times=20, batch=1), timing.host(prompt.breakable, times=20, batch=1)
+    with graphed.with_body(lambda x, *_, **__: x):
+        around = timing.host(prompt.breakable, times=20, batch=1)
     return {
         "tokens": n,
         "eager ms": taken["eager"] * 1e3,
@@ -134,19 +145,9 @@ def _row(graphed: Any, n: int, times: int) -> dict[str, Any]:
         "of it outside the body": around * 1e3,
         "served by": ", ".join(f"{name} {count}" for name, count in served.items() if count),
         "untouched": after.eager - before.eager,
-        "replay = reference": "bit for bit" if same else "NO",
+        "replay = reference": SAME if same else "NO",
         "largest difference to eager": off,
     }
-
-
-@contextmanager
-def _without_prime(graphed: Any) -> Iterator[None]:
-    """Fresh prompts too go through the breakable graphs."""
-    prime, graphed._prime = graphed._prime, None
-    try:
-        yield
-    finally:
-        graphed._prime = prime
 
 
 def _compare(graphed: Any, ids: torch.Tensor) -> tuple[bool, float]:
@@ -165,7 +166,7 @@ def _compare(graphed: Any, ids: torch.Tensor) -> tuple[bool, float]:
     return torch.equal(replayed, reference), (replayed.float() - eager.float()).abs().max().item()
 
 
-def _breaks(graphed: Any, shape: Shape, dtype: torch.dtype, n: int, device: torch.device) -> list[dict[str, Any]]:
+def _breaks(graphed: Any, shape: Shape, dtype: torch.dtype, n: int, device: torch.device) -> list[Row]:
     """Host microseconds of each thing that one attention break does, one by one, at ``n`` tokens of a fresh prompt."""
     module = graphed.model.base_model.layers[0].self_attn
     attention = names.attention_function(module, graphed.model.config._attn_implementation)
@@ -194,4 +195,4 @@ def _breaks(graphed: Any, shape: Shape, dtype: torch.dtype, n: int, device: torc
         "copy into the hand-off, its tail cleared": lambda: _torch.foreach_copy(both, [result, zeros]),
     }
     with torch.inference_mode():
-        return [{"part": part, "host us": clock.host(run, times, batch) * 1e6} for part, run in parts.items()]
+        return [{"part": part, "host us": timing.host(run, times, batch) * 1e6} for part, run in parts.items()]

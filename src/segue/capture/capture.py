@@ -107,6 +107,22 @@ class BreakableCapture:
         return self._counts[1] if self._counts else len(self._steps) - len(self._graphs)
 
     @property
+    def steps(self) -> tuple[Step, ...]:
+        """The captured segments and breaks, in the order of a replay."""
+        return tuple(self._steps)
+
+    @property
+    def externals_check(self) -> Externals:
+        """What each replay does to see that the tensors it reads are where they were.
+
+        Raises:
+            ReplayError: the capture failed, was closed, or is not complete.
+        """
+        if self._program is None:
+            raise self._refusal()
+        return self._program.externals
+
+    @property
     def externals(self) -> list[External]:
         """Tensors outside the pool that segments read or write."""
         return list(self._op_watch.externals.values())

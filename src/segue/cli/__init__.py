@@ -26,13 +26,13 @@ app.command("inspect")(inspect.inspect)
 
 
 def main() -> None:
-    """Entry point of the console command."""
+    """Run the command, and turn errors into exit code 2 with a message on stderr."""
     try:
         app()
     except SegueError as e:
         print(f"segue: {e}", file=sys.stderr)
         sys.exit(2)
-    except Exception as e:  # a factory's or forward's own: Python's exit code, 1, would say that a comparison failed
+    except Exception as e:  # of a user's factory or forward: Python's exit code, 1, would say that a comparison failed
         traceback.print_exc()
         print(f"segue: {type(e).__name__}: {e}", file=sys.stderr)
         sys.exit(2)

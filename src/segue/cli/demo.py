@@ -18,7 +18,7 @@ from segue.cli.output import Format, FormatOption, log, render
 from segue.devices import resolve
 from segue.integrations.transformers import accelerate
 
-_FIRST = 2  # tokens of the two runs that warm up and capture a new bucket; in the third run all calls replay
+_FIRST = 2  # tokens of the first two runs, which warm up and capture a new bucket; in the third run all calls replay
 _EMULATED = "Emulated on CPU, by a tape with the semantics of CUDA graphs: this shows correctness and gives no timing."
 
 
@@ -53,7 +53,7 @@ def demo(
     log.print("next: segue bench ttft" if device.traits.timing else "next: the same on a machine with CUDA, for times")
 
 
-def _row(graphed: Any, case: demo_prompts.Case, tokenizer: Any, tokens: int) -> dict[str, Any]:
+def _row(graphed: Any, case: demo_prompts.PromptCase, tokenizer: Any, tokens: int) -> dict[str, Any]:
     with graphed.untouched():
         want = generate(graphed.model, case, tokens)
     before = graphed.stats
@@ -80,7 +80,7 @@ def _row(graphed: Any, case: demo_prompts.Case, tokenizer: Any, tokens: int) -> 
     }
 
 
-def generate(model: Any, case: demo_prompts.Case, tokens: int) -> Tensor:
+def generate(model: Any, case: demo_prompts.PromptCase, tokens: int) -> Tensor:
     """Greedy continuation, prompt included: [B, T + at most ``tokens``]."""
     given: dict[str, Any] = {"attention_mask": case.mask, "max_new_tokens": tokens, "do_sample": False}
     if case.chunk:
@@ -106,7 +106,7 @@ def verdict(want: Tensor, got: Tensor, start: int) -> str:
     return "differs in the prompt"
 
 
-def _timings(graphed: Any, case: demo_prompts.Case, tokens: int) -> dict[str, Any]:
+def _timings(graphed: Any, case: demo_prompts.PromptCase, tokens: int) -> dict[str, Any]:
     """Milliseconds to the first token and tokens a second, without segue and with it."""
     if case.chunk:
         return {}

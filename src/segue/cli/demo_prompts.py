@@ -1,4 +1,4 @@
-"""What the demo runs: eight prompts, one left-padded batch, one prompt fed in two chunks."""
+"""The demo's prompts: eight single ones, a batch padded on the left, and one fed in two chunks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _RANDOM_LENGTHS = (1, 6, 17, 40, 63, 96, 210, 390)
 
 
 @dataclass(frozen=True)
-class Case:
+class PromptCase:
     """Prompts that run together."""
 
     name: str
@@ -48,19 +48,19 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Real tokens."""
+        """Real tokens, padding not counted."""
         return int(self.mask.sum())
 
 
-def prompts(tokenizer: Any, device: torch.device) -> list[Case]:
+def prompts(tokenizer: Any, device: torch.device) -> list[PromptCase]:
     """The demo's cases in the model's own tokens."""
     raw = [_encode(tokenizer, text) for text in _RAW]
     chat = [_chat(tokenizer, text) for text in _CHAT]
     return _cases([*raw, *chat], [_chat(tokenizer, text) for text in _BATCH], tokenizer.pad_token_id or 0, device)
 
 
-def random_prompts(vocabulary: int, device: torch.device) -> list[Case]:
-    """Cases of the same lengths for a model without a tokenizer."""
+def random_prompts(vocabulary: int, device: torch.device) -> list[PromptCase]:
+    """The same kinds of cases for a model without a tokenizer, of random tokens from 1 to ``vocabulary`` - 1."""
     draw = torch.Generator().manual_seed(0)
 
     def ids(n: int) -> Tensor:
@@ -69,11 +69,11 @@ def random_prompts(vocabulary: int, device: torch.device) -> list[Case]:
     return _cases([ids(n) for n in _RANDOM_LENGTHS], [ids(n) for n in (31, 27, 44, 38)], 0, device)
 
 
-def _cases(singles: list[Tensor], batch: list[Tensor], pad: int, device: torch.device) -> list[Case]:
-    cases = [Case(f"{len(ids)} token{'s' if len(ids) > 1 else ''}", *_padded([ids], pad, device)) for ids in singles]
+def _cases(singles: list[Tensor], batch: list[Tensor], pad: int, device: torch.device) -> list[PromptCase]:
+    cases = [PromptCase(f"{len(ids)} token{'s' if len(ids) > 1 else ''}", *_padded([ids], pad, device)) for ids in singles]
     long = singles[-1]
-    cases.append(Case(f"batch of {len(batch)}, padded left", *_padded(batch, pad, device)))
-    cases.append(Case("two chunks", *_padded([long], pad, device), chunk=len(long) // 3))
+    cases.append(PromptCase(f"batch of {len(batch)}, padded left", *_padded(batch, pad, device)))
+    cases.append(PromptCase("two chunks", *_padded([long], pad, device), chunk=len(long) // 3))
     return cases
 
 

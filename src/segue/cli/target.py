@@ -1,4 +1,4 @@
-"""``MODULE:FACTORY``: what a command is pointed at."""
+"""Loads ``MODULE:FACTORY``, the runner or trunk that a command works on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from segue.runner import GraphRunner
 
 @dataclass(frozen=True)
 class Target:
-    """A runner, an example call of it, and a context or a function that makes one."""
+    """A runner and an example call of it. ``ctx``: the call's context, or a function from a number of tokens to one."""
 
     runner: GraphRunner
     args: tuple[Any, ...] = ()
@@ -25,7 +25,7 @@ class Target:
 
 
 def said_on_stderr() -> contextlib.AbstractContextManager[object]:
-    """Within this, what the target prints goes to stderr: stdout has results only."""
+    """Within this block, what the target prints goes to stderr, so that stdout has results only."""
     return contextlib.redirect_stdout(sys.stderr)
 
 

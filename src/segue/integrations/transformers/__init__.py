@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from segue import environment
 from segue.errors import UsageError
-from segue.integrations.transformers.disabled import DisabledHandle
+from segue.integrations.transformers.base_handle import DisabledHandle
 
 if TYPE_CHECKING:
     from segue.devices import Device
@@ -74,7 +74,7 @@ def _require_transformers() -> None:
         importlib.import_module("transformers")
     except ImportError as e:
         if (e.name or "transformers").split(".")[0] != "transformers":
-            raise  # it is there, and something of its own is missing
+            raise  # transformers is installed, and something that it needs is missing
         raise UsageError(
             "segue.accelerate() takes Hugging Face models, and transformers is not installed here. "
             "Install it with: pip install 'segue-graphs[transformers]'"

@@ -1,32 +1,35 @@
-"""What every handle of an accelerated model is: the model, for those who call it, and a few methods more."""
+"""What every handle of an accelerated model has, and the handle that does nothing, under ``SEGUE=off``."""
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, SupportsIndex
+from typing import Any, Self, SupportsIndex
 
+from torch import nn
+
+from segue import environment
 from segue.errors import UsageError
-from segue.integrations.transformers.report import report
-
-if TYPE_CHECKING:
-    from segue.runner import Stats
+from segue.runner import Stats
+from segue.runner.memory_budget import mib
+from segue.runner.stats import Counters
 
 
 class _Here(threading.local):
-    """What this thread asked for."""
+    """How this thread asked for its forwards to run."""
 
     untouched = False
+    without_prime = False
     run: Callable[..., Any] | None = None  # instead of the runner
 
 
 class Handle(ABC):
-    """A transformers model whose decoder replays captured graphs. Calls and attributes go to the model.
+    """A transformers model whose decoder replays captured graphs. Calls, and attributes that it hasn't itself, go to the model.
 
-    Allocations by :func:`segue.accelerate`. As a context manager it restores the model at the end.
+    :func:`segue.accelerate` returns one. As a context manager it restores the model at the end.
     """
 
     _model: Any
@@ -35,7 +38,7 @@ class Handle(ABC):
         return self._model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_model", "_here"):  # not set yet: the model was refused
+        if name in ("_model", "_here"):  # not set yet, since the model was refused
             raise AttributeError(name)
         return getattr(self._model, name)
 
@@ -62,7 +65,7 @@ class Handle(ABC):
 
     @property
     def model(self) -> Any:
-        """The transformers model."""
+        """The transformers model itself."""
         return self._model
 
     @property
@@ -76,7 +79,7 @@ class Handle(ABC):
 
     @abstractmethod
     def recapture(self) -> None:
-        """Drop every graph, so that each bucket is captured anew: for weights that moved and modules that were replaced."""
+        """Drop every graph, so that each bucket is captured anew. Needed after weights moved or modules were replaced."""
 
     @abstractmethod
     def graphs_of(self, tokens: int) -> tuple[int | None, int, int]:
@@ -87,36 +90,51 @@ class Handle(ABC):
         """Give the model its own forward back and free the graphs. May be called again."""
 
     def close(self) -> None:
-        """:meth:`restore`, by the name that everything with graphs has."""
+        """Do what :meth:`restore` does. Everything with graphs has this name for it."""
         self.restore()
 
     def report(self) -> str:
-        """What ran how, for people: Markdown."""
-        return report(self)
+        """A Markdown table: counts, strategies, buckets, padding, memory and the reasons for what ran untouched."""
+        stats = self.stats
+        rows = [
+            ("warm-ups (first call of a bucket)", str(stats.warmed)),
+            ("captured (second call)", str(stats.captured)),
+            ("replayed", str(stats.replayed)),
+            *((f"replayed: {name}", str(count)) for name, count in sorted(stats.strategies.items())),
+            ("untouched (eager)", str(stats.eager)),
+            *((f"untouched: {reason}", str(count)) for reason, count in sorted(stats.reasons.items())),
+            ("buckets with a graph", ", ".join(map(str, stats.buckets)) or "none"),
+            ("padded rows", f"{stats.padding_share:.1%}"),
+            ("graph memory", mib(stats.pool_bytes)),
+            ("scratch caches of prime graphs", mib(self.scratch_bytes)),
+        ]
+        name = type(self._model).__name__
+        return "\n".join([f"| {name} | |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in rows)])
 
-    @contextmanager
-    def untouched(self) -> Iterator[Any]:
+    def untouched(self) -> AbstractContextManager[Any]:
         """Within this block, in this thread, the model runs its own forward, uncounted: what segue's results must equal."""
-        before, self._here.untouched = self._here.untouched, True
-        try:
-            yield self._model
-        finally:
-            self._here.untouched = before
+        return self._with("untouched", True)
 
-    @contextmanager
-    def reference(self) -> Iterator[Any]:
+    def without_prime(self) -> AbstractContextManager[Any]:
+        """Within this block, in this thread, fresh prompts too run by the breakable graphs."""
+        return self._with("without_prime", True)
+
+    def reference(self) -> AbstractContextManager[Any]:
         """Within this block, in this thread, forwards run the runner's reference, without graphs. Replays equal it bit
         for bit.
         """
-        before, self._here.run = self._here.run, self._reference()
-        try:
-            yield self._model
-        finally:
-            self._here.run = before
+        return self.with_body(self._reference())
+
+    def with_body(self, run: Callable[..., Any] | None) -> AbstractContextManager[Any]:
+        """Within this block, in this thread, ``run`` is called in place of the runner; None means the runner.
+
+        It is called as the runner is: ``run(x [N, D], position_ids [N], ctx=...)``, and returns [N, D].
+        """
+        return self._with("run", run)
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory of the scratch caches that prime graphs fill, beside the graphs' own."""
+        """Bytes of the scratch caches that prime graphs fill, beside the graphs' own memory."""
         return 0
 
     def _begin(self, model: Any) -> None:
@@ -124,3 +142,49 @@ class Handle(ABC):
 
     def _reference(self) -> Callable[..., Any] | None:
         return None
+
+    @contextmanager
+    def _with(self, option: str, value: Any) -> Iterator[Any]:
+        before = getattr(self._here, option)
+        setattr(self._here, option, value)
+        try:
+            yield self._model
+        finally:
+            setattr(self._here, option, before)
+
+
+class DisabledHandle(Handle):
+    """The handle of any model under ``SEGUE=off``: it counts forwards and captures nothing.
+
+    It stays disabled when the environment changes.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._begin(model)
+        self._counters = Counters()
+        base = getattr(model, "base_model", model)
+        self._hook = base.register_forward_pre_hook(self._counted) if isinstance(base, nn.Module) else None
+
+    @property
+    def stats(self) -> Stats:
+        """The forwards that were counted, all of them under ``eager``."""
+        return self._counters.snapshot(0, 0, ())
+
+    def capture(self) -> None:
+        """Do nothing."""
+
+    def recapture(self) -> None:
+        """Do nothing."""
+
+    def graphs_of(self, tokens: int) -> tuple[int | None, int, int]:
+        """No bucket: (None, 0, 0)."""
+        return None, 0, 0
+
+    def restore(self) -> None:
+        """End the counting."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _counted(self, module: nn.Module, args: Any) -> None:
+        if not self._here.untouched:
+            self._counters.fell_back(environment.DISABLED)

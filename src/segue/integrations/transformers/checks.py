@@ -1,4 +1,4 @@
-"""Which models segue can serve, found out before anything is captured, and refused by name where it can't."""
+"""Checks whether segue can serve a model, or a call of it, and refuses by name what it can't."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from segue import _source_lines
 from segue.errors import UsageError
-from segue.integrations.transformers.forward_patch import ForwardPatch
+from segue.integrations.transformers.decoder_forward import ForwardPatch
 from segue.integrations.transformers.module_snapshot import ModuleSnapshot, hooks_on
 
 # Tested families: a decoder of identical layers, token-wise but for attention, which goes through AttentionInterface.
@@ -48,18 +48,18 @@ def device_of(decoder: nn.Module) -> torch.device:
     Raises:
         UsageError: they are on several, or on one that has no memory.
     """
-    places = sorted({str(p.device) for p in decoder.parameters()})
-    if len(places) != 1 or places == ["meta"]:
+    devices = sorted({str(p.device) for p in decoder.parameters()})
+    if len(devices) != 1 or devices == ["meta"]:
         raise UsageError(
-            f"{type(decoder).__name__} lies on {' and '.join(places)}: a captured graph belongs to one device. "
+            f"{type(decoder).__name__} lies on {' and '.join(devices)}: a captured graph belongs to one device. "
             "Load the model without device_map, or move it to one device first."
         )
-    return torch.device(places[0])
+    return torch.device(devices[0])
 
 
-def refuse_training(changes: ModuleSnapshot) -> None:
-    """Raise UsageError if the decoder, or a module in it to which that matters, is in training mode."""
-    who = changes.training()
+def refuse_training(snapshot: ModuleSnapshot) -> None:
+    """Raise UsageError if the decoder, or a module in it that then computes something else, is in training mode."""
+    who = snapshot.training()
     if who is not None:
         raise _in_training(who)
 
@@ -87,7 +87,10 @@ def refuse_moved(decoder: nn.Module, weight: Tensor, device: torch.device) -> No
 def check_probe(
     model: Any, reached: list[int], layers: int, ours: dict[str, Tensor], untouched: dict[str, Tensor]
 ) -> None:
-    """Raise UsageError unless every layer's attention reached the break once, with the untouched model's results."""
+    """Raise UsageError unless every layer's attention reached the break once, and the results are the untouched model's.
+
+    ``reached``: the layers whose attention reached the break, in order. ``ours``, ``untouched``: results to compare, by name.
+    """
     if sorted(reached) != list(range(layers)):
         raise UsageError(
             f"{_name(model)}: in a probe forward of {layers} layers, attention reached segue's break "

@@ -1,4 +1,4 @@
-"""A call of the decoder's forward, read: what it asks for, or why graphs can't serve it."""
+"""Reads the arguments of a decoder's forward: what the call asks for, or why graphs can't serve it."""
 
 from __future__ import annotations
 
@@ -10,39 +10,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segue.integrations.transformers import names
+from segue.integrations.transformers import names, reasons
 
 # Arguments that change nothing for a decoder when they are None or False.
 _ABSENT_WHEN_FALSE = ("output_attentions", "output_hidden_states", "num_items_in_batch")
 
 
 @dataclass(slots=True)
-class Call:
-    """One call that graphs can serve."""
+class DecoderCall:
+    """A call of a decoder's forward that graphs can serve."""
 
     input_ids: Tensor | None  # [B, T]
     embeds: Tensor | None  # [B, T, D]; exactly one of the two is given
     attention_mask: Any
     position_ids: Tensor | None  # [1 or B, T]
     cache: Any
-    use_cache: bool
+    use_cache: bool  # the caller wants the cache back
     return_dict: bool
     batch: int
     length: int
 
     @property
     def tokens(self) -> int:
+        """Tokens of the whole batch, padding included."""
         return self.batch * self.length
 
     def positions(self, cache: Any, device: torch.device) -> Tensor:
-        """[1 or B, T], made as the model makes them where the call gives none."""
+        """Position ids [1 or B, T]. Where the call gives none, they are made as the model makes them."""
         if self.position_ids is not None:
             return self.position_ids
         past = cache.get_seq_length() if cache is not None else 0
         return torch.arange(past, past + self.length, device=device).unsqueeze(0)
 
 
-class Reader:
+class DecoderCallReader:
     """Reads calls of ``forward``, a decoder's own."""
 
     def __init__(self, config: Any, forward: Callable[..., Any]) -> None:
@@ -54,21 +55,21 @@ class Reader:
         self.cache_name = names.cache_name(forward)
         self._layers = names.growing_layers()
 
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | str:
-        """The call, or the reason why it runs untouched."""
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DecoderCall | str:
+        """The call, or the reason why it runs untouched, one of :mod:`~segue.integrations.transformers.reasons`."""
         if "past_key_values" in kwargs:
             kwargs = {self.cache_name if k == "past_key_values" else k: v for k, v in kwargs.items()}
         try:
             given, rest = self._bound(args, kwargs)
         except TypeError:
-            return "arguments that the model's forward doesn't take"
+            return reasons.ARGUMENTS
         ids, embeds = given.pop("input_ids", None), given.pop("inputs_embeds", None)
         mask, positions = given.pop("attention_mask", None), given.pop("position_ids", None)
         cache, use_cache = given.pop(self.cache_name, None), given.pop("use_cache", None)
         return_dict = rest.pop("return_dict", getattr(self._config, "return_dict", True))
         use_cache = bool(getattr(self._config, "use_cache", False) if use_cache is None else use_cache)
         if (ids is None) is (embeds is None):
-            return "not exactly one of input_ids and inputs_embeds"
+            return reasons.INPUTS
         shape = ids.shape if ids is not None else embeds.shape[:-1]
         reason = (
             self._recorded(rest)
@@ -77,13 +78,13 @@ class Reader:
             or self._mask(mask)
             or self._cache(cache, use_cache)
         )
-        return reason or Call(
+        return reason or DecoderCall(
             ids, embeds, mask, positions, cache, use_cache, return_dict is not False, int(shape[0]), int(shape[1])
         )
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The arguments that the forward names, and the others."""
-        if not args and (self._open or kwargs.keys() <= self._named):  # the usual call; binding it takes ten times as long
+        if not args and (self._open or kwargs.keys() <= self._named):  # the usual call; to bind it takes ten times as long
             named = self._named
             return {k: v for k, v in kwargs.items() if k in named}, {k: v for k, v in kwargs.items() if k not in named}
         given = self._signature.bind(*args, **kwargs).arguments
@@ -92,38 +93,38 @@ class Reader:
     def _recorded(self, rest: dict[str, Any]) -> str | None:
         for name in ("output_hidden_states", "output_attentions"):
             if rest.get(name, getattr(self._config, name, False)):
-                return f"{name} was asked for"
+                return reasons.requested_output(name)
         return None
 
     def _unknown(self, rest: dict[str, Any]) -> str | None:
         strange = [k for k, v in rest.items() if v is not None and not (k in _ABSENT_WHEN_FALSE and v is False)]
-        return f"the argument {strange[0]}" if strange else None
+        return reasons.unknown_argument(strange[0]) if strange else None
 
     def _mask(self, mask: Any) -> str | None:
         if isinstance(mask, dict):
             kinds = set(getattr(self._config, "layer_types", None) or ())
-            return None if kinds and kinds <= set(mask) else "a dict of masks without one for each kind of layer"
+            return None if kinds and kinds <= set(mask) else reasons.MASK_KINDS
         if mask is None or (isinstance(mask, Tensor) and mask.dim() in (2, 4)):
             return None
-        return "an attention_mask that is neither [batch, tokens], nor 4-dimensional, nor a dict of masks"
+        return reasons.MASK
 
     def _cache(self, cache: Any, use_cache: bool) -> str | None:
         if cache is None:
             return None
         if not use_cache:
-            return "a cache given with use_cache=False"
+            return reasons.CACHE_UNUSED
         layers = getattr(cache, "layers", None)
         if layers is None or getattr(cache, "offloading", False):
-            return f"a cache of type {type(cache).__name__}" + (" that is offloaded" if layers is not None else "")
+            return reasons.cache_type(cache, offloaded=layers is not None)
         strange = next((layer for layer in layers if type(layer) not in self._layers), None)
-        return None if strange is None else f"a cache whose layers are {type(strange).__name__}"
+        return None if strange is None else reasons.cache_layers(strange)
 
 
 def _shapes(shape: torch.Size, positions: Any) -> str | None:
     if len(shape) != 2:
-        return f"inputs of {len(shape)} dimensions instead of [batch, tokens]"
+        return reasons.dimensions(len(shape))
     if 0 in shape:
-        return "no tokens"
+        return reasons.NO_TOKENS
     if positions is not None and tuple(positions.shape) not in ((1, shape[1]), tuple(shape)):
-        return "position_ids that are not [1 or batch, tokens]"
+        return reasons.POSITIONS
     return None

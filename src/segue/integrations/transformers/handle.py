@@ -1,4 +1,4 @@
-"""The handle of an accelerated model: takes the decoder's forward over, and gives it back."""
+"""The handle of an accelerated model. It takes the decoder's forward over, serves its calls, and gives it back."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from torch import Tensor
 from segue import _torch, environment
 from segue.capture.thread_state import active_forward
 from segue.errors import UsageError
-from segue.integrations.transformers import checks, names, prime_admission
-from segue.integrations.transformers.attention import Forward, attention_forward
-from segue.integrations.transformers.attention_name import NAME, AttentionName
+from segue.integrations.transformers import checks, names, prime_admission, reasons
+from segue.integrations.transformers.attention import NAME, AttentionName, Forward, attention_forward
 from segue.integrations.transformers.base_handle import Handle
-from segue.integrations.transformers.decoder_body import Body
-from segue.integrations.transformers.decoder_calls import Call, Reader
-from segue.integrations.transformers.forward_patch import ForwardPatch
+from segue.integrations.transformers.decoder_calls import DecoderCall, DecoderCallReader
+from segue.integrations.transformers.decoder_forward import Body, ForwardPatch
 from segue.integrations.transformers.module_snapshot import ModuleSnapshot
 from segue.prime.prime_strategy import PrimeStrategy
 from segue.runner import Breakable, CapturedForward, GraphRunner, Input, Job, Ladder
@@ -35,7 +33,11 @@ if TYPE_CHECKING:
 
 
 class Accelerated(Handle):
-    """The handle of a model whose decoder this process captures."""
+    """The handle of a model whose decoder is captured. :func:`segue.accelerate` says what its arguments are.
+
+    A call of the decoder goes to :meth:`_serve`, which reads it, asks the runner for a bucket, and runs the untouched forward
+    with a reason where graphs can't serve it. What graphs serve goes to :meth:`_graphed`.
+    """
 
     def __init__(self, model: Any, *, max_tokens: int, device: str | Device | None, strategy: str = "auto") -> None:
         from transformers import AttentionInterface
@@ -43,8 +45,8 @@ class Accelerated(Handle):
         self._decoder = decoder = checks.decoder_of(model)
         self._device = checks.device_of(decoder)
         self._forward: Callable[..., Any] = decoder.forward
-        self._changes = ModuleSnapshot(decoder)
-        self._reader = Reader(decoder.config, self._forward)
+        self._snapshot = ModuleSnapshot(decoder)
+        self._reader = DecoderCallReader(decoder.config, self._forward)
         self._implementation = AttentionName(m.config for m in decoder.modules() if hasattr(m, "config"))
         self._body = Body(decoder, self._forward, self._implementation)
         self._layers = int(decoder.config.num_hidden_layers)
@@ -52,13 +54,13 @@ class Accelerated(Handle):
         self._functions: dict[str | None, Callable[..., Any]] = {}
         self._untouched: Counter[str] = Counter()
         self._restored = False
-        self._one_at_a_time = threading.RLock()  # a body's attention has another name while it runs
+        self._one_at_a_time = threading.RLock()  # a body's attention has another name while it runs, for every thread
         self._begin(model)
         AttentionInterface.register(NAME, attention_forward)
         self._output: Any = None  # the decoder's output type, seen in the probe
         self._prime: PrimeStrategy | None = None
         self._probe()
-        self._strategy = _Counting()
+        self._strategy = _CountingBreakable()
         self._prime = self._prime_strategy(strategy, max_tokens)
         self._runner = GraphRunner(
             self._body,
@@ -69,7 +71,7 @@ class Accelerated(Handle):
             strategies=[*([self._prime] if self._prime else []), self._strategy],
         )
         self._patch = ForwardPatch(decoder, self._serve)
-        self._patch.put()
+        self._patch.apply()
 
     @property
     def runner(self) -> GraphRunner:
@@ -78,6 +80,7 @@ class Accelerated(Handle):
 
     @property
     def stats(self) -> Stats:
+        """The runner's counts, with the forwards that ran untouched under ``eager`` and ``reasons``."""
         stats = self._runner.stats
         reasons = Counter(stats.reasons)
         reasons.update(self._untouched)
@@ -86,13 +89,18 @@ class Accelerated(Handle):
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory of the scratch caches that prime graphs fill, beside the graphs' own."""
+        """Bytes of the scratch caches that prime graphs fill, beside the graphs' own memory."""
         return 0 if self._prime is None else self._prime.scratch_bytes
 
     def capture(self) -> None:
-        """Capture the whole ladder now, largest bucket first, instead of each bucket at its second call."""
+        """Capture the whole ladder now, largest bucket first, instead of each bucket at its second call.
+
+        Raises:
+            UsageError: the handle was restored, the model is in training mode or on another device, or something was done to
+                its modules that no graph would run.
+        """
         self._check_usable()
-        if (reason := self._changes.reason()) is not None:
+        if (reason := self._snapshot.reason()) is not None:
             raise UsageError(f"nothing is captured, as no graph would run {reason}. Remove a hook, undo another change.")
         ids = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         with self._one_at_a_time, torch.inference_mode():
@@ -102,7 +110,11 @@ class Accelerated(Handle):
                 self._capture_primes(self._prime, x)
 
     def recapture(self) -> None:
-        """Drop every graph, so that each bucket is captured anew: for weights that moved and modules that were replaced."""
+        """Drop every graph, so that each bucket is captured anew. Needed after weights moved or modules were replaced.
+
+        Raises:
+            UsageError: the handle was restored, or the model as it is now can't be served; says why.
+        """
         with self._one_at_a_time:
             self._check_usable()
             checks.check_mode(self._model, self._decoder)
@@ -112,7 +124,7 @@ class Accelerated(Handle):
             self._probe()
             self._runner.recapture()
             self._strategy.captured.clear()
-            self._changes.accept()
+            self._snapshot.accept()
 
     def graphs_of(self, tokens: int) -> tuple[int | None, int, int]:
         """The bucket of a forward of ``tokens`` tokens, its segments and its breaks; 0 and 0 before its capture."""
@@ -124,14 +136,14 @@ class Accelerated(Handle):
         if self._restored:
             return
         self._restored = True
-        self._patch.give_back()
+        self._patch.undo()
         self._runner.close()
 
     def _reference(self) -> Callable[..., Any]:
         return self._runner.reference
 
     def _check_usable(self) -> None:
-        checks.refuse_training(self._changes)
+        checks.refuse_training(self._snapshot)
         checks.refuse_moved(self._decoder, self._decoder.get_input_embeddings().weight, self._device)
         if self._restored:
             raise UsageError("this handle was restored: its graphs are gone. Call segue.accelerate(model) again.")
@@ -151,21 +163,20 @@ class Accelerated(Handle):
             return self._untouched_forward(call, args, kwargs)
         checks.refuse_gradients(self._decoder, call.embeds)
         if torch.is_autocast_enabled(self._device.type):
-            return self._untouched_forward("autocast is on", args, kwargs)
-        if (changed := self._changes.reason()) is not None:
+            return self._untouched_forward(reasons.AUTOCAST, args, kwargs)
+        if (changed := self._snapshot.reason()) is not None:
             return self._untouched_forward(changed, args, kwargs)
         decision = self._runner.admit(call.tokens)
         if decision.bucket is None:
             return self._untouched_forward(decision.reason, args, kwargs)
-
         return self._graphed(call, self._here.run or self._runner)
 
     def _untouched_forward(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._untouched[reason] += 1
         return self._forward(*args, **kwargs)
 
-    def _graphed(self, call: Call, run: Callable[..., Tensor], reached: list[int] | None = None) -> Any:
-        """One forward with ``run`` in the place of the decoder's body."""
+    def _graphed(self, call: DecoderCall, run: Callable[..., Tensor], reached: list[int] | None = None) -> Any:
+        """One forward of the decoder with ``run`` in the place of its body; the rest is what the decoder's own forward does."""
         decoder = self._decoder
         embeds = call.embeds if call.embeds is not None else decoder.get_input_embeddings()(call.input_ids)
         cache = names.new_cache(decoder.config) if call.use_cache and call.cache is None else call.cache
@@ -178,7 +189,7 @@ class Accelerated(Handle):
         return out if call.return_dict else out.to_tuple()
 
     def _context(
-        self, call: Call, embeds: Tensor, cache: Any, positions: Tensor, reached: list[int] | None = None
+        self, call: DecoderCall, embeds: Tensor, cache: Any, positions: Tensor, reached: list[int] | None = None
     ) -> Forward:
         def make_masks() -> list[Any]:
             masks, config = call.attention_mask, self._decoder.config
@@ -194,7 +205,8 @@ class Accelerated(Handle):
         live = {"position_ids": positions, "use_cache": call.use_cache}
         masked = call.attention_mask is not None
         ctx = Forward(call.batch, call.length, cache, make_masks, masked, function, self._implementation, live, reached=reached)
-        ctx.fresh = self._prime is not None and prime_admission.is_fresh(ctx, call.position_ids, self._decoder)
+        prime = self._prime is not None and not self._here.without_prime
+        ctx.fresh = prime and prime_admission.is_fresh(ctx, call.position_ids, self._decoder)
         return ctx
 
     def _capture_primes(self, prime: PrimeStrategy, x: Tensor) -> None:
@@ -210,8 +222,9 @@ class Accelerated(Handle):
         progress.close(f"captured {count} prime graphs in {seconds:.1f} s; {mib(prime.scratch_bytes)} scratch cache")
 
     def _capture_prime(self, prime: PrimeStrategy, bucket: int, x: Tensor) -> None:
-        """Warm up and capture one bucket on a prompt ``x`` [bucket, D] for a throwaway cache; nothing if it is no fresh one
-        here.
+        """Warm up and capture one bucket on a prompt ``x`` [bucket, D] for a throwaway cache.
+
+        A model that prime can't serve as it is now has no fresh prompts, and nothing is captured.
         """
         for _ in range(2):
             ctx = self._capture_context(bucket, names.new_cache(self._decoder.config))
@@ -221,13 +234,13 @@ class Accelerated(Handle):
 
     def _capture_context(self, bucket: int, cache: Any = None) -> Forward:
         """A context for a bucket's explicit capture: one sequence that fills it."""
-        call = Call(None, None, None, None, cache, cache is not None, True, 1, bucket)
+        call = DecoderCall(None, None, None, None, cache, cache is not None, True, 1, bucket)
         weight = self._decoder.get_input_embeddings().weight
         positions = call.positions(cache, self._device)
         return self._context(call, weight.detach()[:1].expand(bucket, -1)[None], cache, positions)
 
     def _prime_strategy(self, strategy: str, rows: int) -> PrimeStrategy | None:
-        """For fresh prompts; None where none was asked for, or ``"auto"`` meets a model that has no use for it."""
+        """The strategy for fresh prompts; None where none was asked for, or ``"auto"`` meets a model without prime graphs."""
         if strategy == "breakable":
             return None
         try:
@@ -261,7 +274,7 @@ class Accelerated(Handle):
             return self._body(x, position_ids)
 
     def _shown(self, out: Any, mask: Tensor) -> dict[str, Tensor]:
-        """What a probe compares: hidden states of the real tokens, and each layer's keys and values."""
+        """What a probe compares, of the real tokens: the last hidden states, and each layer's keys and values."""
         real = mask.bool()
         shown = {"the last hidden state": out.last_hidden_state[real]}
         for i, layer in enumerate(getattr(out, self._reader.cache_name).layers):
@@ -272,8 +285,8 @@ class Accelerated(Handle):
         return shown
 
 
-class _Counting(Breakable):
-    """Remembers the segments and breaks of each bucket."""
+class _CountingBreakable(Breakable):
+    """Counts the segments and breaks of each bucket."""
 
     def __init__(self) -> None:
         self.captured: dict[int, tuple[int, int]] = {}

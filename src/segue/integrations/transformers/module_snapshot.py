@@ -1,4 +1,4 @@
-"""What has been done to a decoder's modules since its graphs took them in, and no replay would run."""
+"""Finds what was done to a decoder's modules since they were captured: replays would not run it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from segue import _source_lines
+from segue.integrations.transformers import reasons
 
 _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
 _WITH_MODES = (nn.modules.batchnorm._NormBase, nn.RNNBase)
@@ -16,16 +17,17 @@ _training = itemgetter("training")
 
 
 def hooks_on(module: nn.Module) -> list[Any]:
-    """Forward hooks on ``module`` but for transformers' own recorders, which act on untouched calls only."""
+    """Forward hooks and pre-hooks on ``module``, without transformers' own recorders, which act on untouched calls only."""
     found = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return [hook for hook in found if getattr(hook, "__name__", "") != "output_capturing_hook"]
 
 
 class ModuleSnapshot:
-    """Looks for hooks, patched forwards and replaced modules, before each call: about 10 us for 28 layers.
+    """The modules of a decoder as they were captured. A call is compared with it, which takes about 10 us for 28 layers.
 
-    The decoder itself and its embedding run live, outside the graphs. A replaced module with parameters of its own is
-    noticed by them too; the slots looked at here are those of modules without.
+    It finds hooks, patched forwards and replaced modules. The decoder itself and its embedding are left out: they run
+    live, outside the graphs. The graphs notice by its parameters that a module with parameters was replaced, so only the
+    slots of modules without any are compared here.
     """
 
     def __init__(self, decoder: Any) -> None:
@@ -33,16 +35,17 @@ class ModuleSnapshot:
         self.accept()
 
     def accept(self) -> None:
-        """Take the modules as they are now for what the graphs hold."""
+        """Take the modules as they are now for what is captured."""
         live = (self._decoder, self._decoder.get_input_embeddings())
         self._modules = {name: m for name, m in self._decoder.named_modules() if m not in live}
-        # Most modules with weights of their own, linear layers and norms, do the same in either mode.
-        moody = (m for m in (self._decoder, *self._modules.values()) if not m._parameters or isinstance(m, _WITH_MODES))
-        self._modes = [vars(m) for m in moody if "training" in vars(m)]
+        # Most modules with weights of their own, linear layers and norms, do the same in training mode.
+        every = (self._decoder, *self._modules.values())
+        mode_dependent = (m for m in every if not m._parameters or isinstance(m, _WITH_MODES))
+        self._modes = [vars(m) for m in mode_dependent if "training" in vars(m)]
         self._forwards = {name: vars(m)["forward"] for name, m in self._modules.items() if "forward" in vars(m)}
         slots = [
             (parent._modules, slot, child)
-            for parent in (self._decoder, *self._modules.values())
+            for parent in every
             for slot, child in parent._modules.items()
             if child is not None and child not in live and not child._parameters
         ]
@@ -52,7 +55,7 @@ class ModuleSnapshot:
         self._look()
 
     def training(self) -> str | None:
-        """The module that is in training mode, if one is to which that matters."""
+        """The name of a module that is in training mode and computes something else in it; None if there is none."""
         if not any(map(_training, self._modes)):
             return None
         if self._decoder.training:
@@ -81,18 +84,18 @@ class ModuleSnapshot:
 
     def _found(self) -> str | None:
         if any(_GLOBAL_HOOKS):
-            return "a forward hook on all modules of torch"
+            return reasons.GLOBAL_HOOK
         for name, module in self._modules.items():
             for hook in hooks_on(module):
-                return f"a forward hook on {name}: {_source_lines.of(hook)}"
+                return reasons.hook(name, _source_lines.of(hook))
             if vars(module).get("forward") is not self._forwards.get(name):
-                return f"another forward on {name}: recapture() takes it in"
+                return reasons.other_forward(name)
         if (causal := self._config.get("is_causal")) != self._causal:
-            return f"config.is_causal={causal}, and {self._causal} before: recapture() takes it in"
+            return reasons.other_causality(causal, self._causal)
         names = {id(module._modules): name for name, module in self._modules.items()}
         for parent, slot, child in zip(self._parents, self._slots, self._children, strict=True):
             if parent.get(slot) is not child:
                 where = names.get(id(parent))
-                return f"another module at {slot if where is None else f'{where}.{slot}'}: recapture() takes it in"
+                return reasons.other_module(slot if where is None else f"{where}.{slot}")
         self._look()
         return None

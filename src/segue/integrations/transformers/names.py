@@ -1,4 +1,4 @@
-"""What transformers calls things, release by release, found in its signatures rather than in its version number."""
+"""The calls into transformers whose names change from release to release. They are told by signature, not by version number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CACHE_NAMES = ("cache", "past_key_values")
 
 
 def cache_name(function: Callable[..., Any]) -> str:
-    """What ``function`` calls its KV cache: ``past_key_values`` up to 5.17, ``cache`` in 5.24."""
+    """The name of the argument of ``function`` that is the KV cache: ``past_key_values`` up to 5.17, ``cache`` in 5.24."""
     parameters = inspect.signature(function).parameters
     return next((name for name in _CACHE_NAMES if name in parameters), _CACHE_NAMES[0])
 
@@ -25,7 +25,10 @@ def _mask_cache_name() -> str:
 
 
 def make_masks(config: Any, embeds: Any, attention_mask: Any, cache: Any, position_ids: Any) -> Any:
-    """The masks the model's own forward would make: one, or a dict by layer type; None where attention needs none."""
+    """The masks that the model's own forward would make: one, or a dict by layer type; None where attention needs none.
+
+    ``embeds`` [B, T, D], ``position_ids`` [1 or B, T]; ``attention_mask`` and ``cache`` as the caller gave them.
+    """
     return masking_utils.create_masks_for_generate(
         config=config,
         inputs_embeds=embeds,
@@ -36,17 +39,20 @@ def make_masks(config: Any, embeds: Any, attention_mask: Any, cache: Any, positi
 
 
 def new_cache(config: Any) -> Any:
-    """The cache that a model's forward makes for itself."""
+    """An empty cache of the kind that a model's forward makes for itself."""
     return cache_utils.DynamicCache(config=config)
 
 
 def cache_type() -> type[Any]:
-    """What :func:`new_cache` makes, and no subclass of it."""
+    """The exact type of :func:`new_cache`'s caches."""
     return cache_utils.DynamicCache  # type: ignore[no-any-return]
 
 
 def growing_layers() -> tuple[type, ...]:
-    """Cache layers that grow with every forward and keep copies of their own: the ones a break may feed."""
+    """The types of cache layers that a break may feed: they grow with every forward, and keep copies of what they get.
+
+    The first one keeps all tokens, the second one those of a sliding window.
+    """
     return cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from segue import _torch
 from segue.errors import InputError, UsageError
 from segue.integrations.transformers import checks, names
-from segue.integrations.transformers.attention_name import AttentionName
+from segue.integrations.transformers.attention import AttentionName
 from segue.prime import Rows, cut_here
 
 _TOGETHER = 8  # keys and values of so many layers are kept in one fused copy: each copy alone takes the device 2 us

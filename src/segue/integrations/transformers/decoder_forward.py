@@ -1,0 +1,76 @@
+"""A decoder's forward twice: the part that is captured, and the patch that stands in its place meanwhile."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from segue.integrations.transformers.attention import AttentionName
+
+Serve = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Body:
+    """``(x [N, D], position_ids [N]) -> hidden states [N, D]``, by the decoder's own forward. This is what is captured.
+
+    That forward sees no mask and no cache: both are in the break, where they are live.
+    """
+
+    def __init__(self, decoder: nn.Module, forward: Callable[..., Any], implementation: AttentionName) -> None:
+        self.decoder = decoder
+        self._forward = forward
+        self._implementation = implementation
+
+    def __call__(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        with self._implementation.segue():
+            out = self._forward(
+                inputs_embeds=x[None],
+                position_ids=position_ids[None],
+                attention_mask=None,
+                use_cache=False,
+                return_dict=True,
+            )
+        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+
+class ForwardPatch:
+    """Stands in for a decoder's forward and calls ``serve(args, kwargs)``.
+
+    Copied or pickled with its decoder, it turns into the copy's own forward.
+    """
+
+    def __init__(self, decoder: Any, serve: Serve) -> None:
+        functools.update_wrapper(self, decoder.forward)
+        self._decoder, self._serve, self._before = decoder, serve, _instance_forward(decoder)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._serve(args, kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _unpatched, (self._decoder, self._before)
+
+    def apply(self) -> None:
+        """Put the patch in the place of the decoder's forward."""
+        self._decoder.forward = self
+
+    def undo(self) -> None:
+        """Leave the decoder as it was."""
+        if self._before is None:
+            self._decoder.__dict__.pop("forward", None)
+        else:
+            self._decoder.forward = self._before
+
+
+def _instance_forward(decoder: Any) -> Any:
+    """The forward that was set on the decoder itself and overrides its class's; None if there is none."""
+    found = decoder.__dict__.get("forward")
+    plain = isinstance(found, MethodType) and found.__func__ is type(decoder).forward and found.__self__ is decoder
+    return None if plain else found
+
+
+def _unpatched(decoder: Any, before: Any) -> Any:
+    return MethodType(type(decoder).forward, decoder) if before is None else before

@@ -1,0 +1,65 @@
+"""Why a forward of an accelerated model runs untouched, in the words that its handle's ``stats.reasons`` counts.
+
+The runner's own reasons are in :mod:`segue.runner.admission`; ``SEGUE=off`` is in :mod:`segue.environment`.
+"""
+
+from __future__ import annotations
+
+# The call.
+ARGUMENTS = "arguments that the model's forward doesn't take"
+INPUTS = "not exactly one of input_ids and inputs_embeds"
+NO_TOKENS = "no tokens"
+POSITIONS = "position_ids that are not [1 or batch, tokens]"
+MASK = "an attention_mask that is neither [batch, tokens], nor 4-dimensional, nor a dict of masks"
+MASK_KINDS = "a dict of masks without one for each kind of layer"
+CACHE_UNUSED = "a cache given with use_cache=False"
+AUTOCAST = "autocast is on"
+
+# The modules.
+GLOBAL_HOOK = "a forward hook on all modules of torch"
+_RECAPTURE = "recapture() takes it in"
+
+
+def requested_output(argument: str) -> str:
+    """The caller wants what only the modules inside the decoder see, such as ``output_attentions``."""
+    return f"{argument} was asked for"
+
+
+def unknown_argument(argument: str) -> str:
+    """The reader doesn't know what the argument would change."""
+    return f"the argument {argument}"
+
+
+def dimensions(count: int) -> str:
+    """The inputs have ``count`` dimensions, without the embeddings' own, where two are needed."""
+    return f"inputs of {count} dimensions instead of [batch, tokens]"
+
+
+def cache_type(cache: object, offloaded: bool) -> str:
+    """The cache has no layers of its own, or keeps them in the host's memory."""
+    return f"a cache of type {type(cache).__name__}" + (" that is offloaded" if offloaded else "")
+
+
+def cache_layers(layer: object) -> str:
+    """The cache has a layer of a kind that breaks can't feed."""
+    return f"a cache whose layers are {type(layer).__name__}"
+
+
+def hook(module: str, where: str) -> str:
+    """A forward hook was registered on ``module``; ``where`` is its name and line."""
+    return f"a forward hook on {module}: {where}"
+
+
+def other_forward(module: str) -> str:
+    """The forward of ``module`` was replaced."""
+    return f"another forward on {module}: {_RECAPTURE}"
+
+
+def other_module(path: str) -> str:
+    """The module at ``path`` was replaced."""
+    return f"another module at {path}: {_RECAPTURE}"
+
+
+def other_causality(now: object, before: object) -> str:
+    """``config.is_causal`` was changed."""
+    return f"config.is_causal={now}, and {before} before: {_RECAPTURE}"
