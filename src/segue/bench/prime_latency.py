@@ -12,7 +12,7 @@ import torch
 
 from segue.bench import clock
 from segue.bench.ttft import LENGTHS, Shape
-from segue.check.caches import difference
+from segue.check.compare import difference
 from segue.devices import Device
 from segue.integrations.transformers import accelerate, names
 from segue.integrations.transformers.prime_trunk import ModelTrunk

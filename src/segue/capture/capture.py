@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -342,6 +342,19 @@ class BreakableCapture:
                 "runs and times it. Run the forward once at this shape before the capture; a runner's warm-up does."
             )
         return None
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        """The captured segments and breaks in the order of a replay; a cut leaves two segments side by side.
+
+        Empty after :meth:`close`, or when the capture failed.
+        """
+        return tuple(self._steps)
+
+    @property
+    def unnamed_externals(self) -> Sequence[External]:
+        """The :attr:`externals` that the root doesn't reach by a name, so that each replay looks for them by address."""
+        return () if self._program is None else tuple(self._program.externals_check.unnamed)
 
 
 def _restore_state(before: tuple[Any, ...]) -> None:

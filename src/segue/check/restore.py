@@ -1,4 +1,4 @@
-"""Python values that a forward changes, put back so that the next forward starts where this one did."""
+"""Putting back the Python values that a forward changes, so that the next forward starts where this one did."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from torch import Tensor
 from segue.capture.context_paths import globals_of, slots
 from segue.runner.attributes import is_foreign
 
-_MOST = 50_000  # values looked at
-_DEEP = 6  # of containers and plain objects; submodules are followed to the end
+_MOST_OBJECTS = 50_000
+_MAX_DEPTH = 6  # of containers and plain objects; submodules are followed to the end
 _PLAIN = (bool, int, float, str, type(None))
 _FOREIGN = ("torch", "builtins", "threading", "logging", "segue", "functools", "_thread")
 
 
 class PlainValues:
-    """Plain values (numbers, strings, None) held by name in what ``root`` reaches, as they are now.
+    """The plain values (numbers, strings, None) that objects within reach of ``root`` hold by name, as they are now.
 
-    Only these, and only where they are: what a forward builds once and keeps (tables, memos) must stay, since graphs
-    may have come to rely on it.
+    Nothing else is put back: what a forward builds once and keeps (tables, memos) must stay, because graphs may read it.
     """
 
     def __init__(self, root: Any) -> None:
@@ -33,7 +32,7 @@ class PlainValues:
         ]
 
     def restore(self) -> None:
-        """Put back every one that is another plain value now."""
+        """Put back every value that is another plain value now."""
         for holder, key, value in self._slots:
             now = _now(holder, key)
             if now is value or type(now) not in _PLAIN:
@@ -46,8 +45,8 @@ class PlainValues:
                 object.__setattr__(holder, key, value)
 
 
-class Contents:
-    """Everything that a context holds, as it is now: attributes, items and their order; tensors by identity."""
+class ContextContents:
+    """Everything that a context holds, as it is now: attributes, and items in their order. Tensors are put back as objects."""
 
     def __init__(self, root: Any) -> None:
         holders: dict[int, Any] = {}
@@ -60,27 +59,31 @@ class Contents:
         self._saved = [(holder, holder.copy()) for holder in holders.values()]
 
     def restore(self) -> None:
-        """Put back what was there."""
+        """Put back the attributes and items, and remove those that were added to dicts and lists."""
         for holder, saved in self._saved:
             if isinstance(holder, list):
                 holder[:] = saved
-            elif len(holder) != len(saved) or any(holder.get(k, _EMPTY) is not v for k, v in saved.items()):
+            elif len(holder) != len(saved) or any(holder.get(k, _ABSENT) is not v for k, v in saved.items()):
                 holder.clear()
                 holder.update(saved)
         for holder, name, value in self._slots:
             object.__setattr__(holder, name, value)
 
 
-_EMPTY: Any = object()
+_ABSENT: Any = object()
 
 
 def _reach(root: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """``(holder, key, value)`` of everything held by name. Empty containers show with a key of None."""
-    seen: dict[int, Any] = {}  # by id, and held, since the id of what is made anew at each look would be given out again
+    """Walk what ``root`` reaches: ``(holder, key, value)`` of everything that is held by name.
+
+    ``holder`` is a dict, a list, a closure cell (key ``"cell_contents"``) or an object with slots. Each dict and list is
+    also given once with a key of None, so that empty ones show; so are values that nothing can be assigned to.
+    """
+    seen: dict[int, Any] = {}  # by id; the objects are held, because the id of a temporary object would be given out again
     todo: list[tuple[Any, int]] = [(root, 0)]
-    while todo and len(seen) < _MOST:
+    while todo and len(seen) < _MOST_OBJECTS:
         obj, depth = todo.pop()
-        if id(obj) in seen or (depth > _DEEP and not isinstance(obj, torch.nn.Module)):
+        if id(obj) in seen or (depth > _MAX_DEPTH and not isinstance(obj, torch.nn.Module)):
             continue
         seen[id(obj)] = obj
         for holder, key, value in _children(obj):
@@ -120,7 +123,7 @@ def _children(obj: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 def _of_function(fn: types.FunctionType) -> Iterator[tuple[Any, Any, Any]]:
     for cell in fn.__closure__ or ():
-        if (value := _cell(cell)) is not _EMPTY:
+        if (value := _cell(cell)) is not _ABSENT:
             yield cell, "cell_contents", value
     for name in globals_of(fn.__code__):
         if name in fn.__globals__:
@@ -133,12 +136,12 @@ def _now(holder: Any, key: Any) -> Any:
     if isinstance(holder, types.CellType):
         return _cell(holder)
     if isinstance(holder, list):
-        return holder[key] if key < len(holder) else _EMPTY
-    return holder.get(key, _EMPTY) if isinstance(holder, dict) else getattr(holder, key, _EMPTY)
+        return holder[key] if key < len(holder) else _ABSENT
+    return holder.get(key, _ABSENT) if isinstance(holder, dict) else getattr(holder, key, _ABSENT)
 
 
 def _cell(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        return _EMPTY
+        return _ABSENT

@@ -50,7 +50,7 @@ def check(
 
 
 def _prime(name: str | None, bucket: int, requests: int, output: Format) -> None:
-    from segue.check.gate import check_prime
+    from segue.check.prime_gate import check_prime
     from segue.check.tiny_trunk import Dense
     from segue.prime import PrimeGraph
 

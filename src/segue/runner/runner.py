@@ -404,6 +404,38 @@ class GraphRunner:
 
         return check_runner(self, args, kwargs, ctx)
 
+    def prepare(self, *args: Any, **kwargs: Any) -> Buckets:
+        """Settle the device, from a call's arguments where nothing else says it, check the modules, and return the buckets.
+
+        Raises:
+            UsageError: the runner was closed, or a module is in training mode or on another device.
+        """
+        return self._ready(args, kwargs)
+
+    def clone(self, pool: Pool) -> GraphRunner:
+        """A runner of the same function with the same declarations and options on ``pool``, which should be its own.
+
+        It has buffers, graphs and counters of its own, and knows the shapes and dtypes that calls have shown this one. It has
+        the last strategy alone, no memory budget and no verification of replays; it shows no progress, doesn't warn that a
+        capture met no break point, and raises when a capture fails.
+        """
+        clone = GraphRunner(
+            self.fn, self.inputs, self.ladder, self._output_dims[0], "lease" if self._lease else "copy", self.capture_ctx,
+            self.admission.max_padding, self._max_variants, state=self.state, strict=self._strict, device=pool.device,
+            request_buckets=self.request_ladder, output_request_dim=self._output_dims[1], pool=pool,
+            strategies=self.strategies[-1:], progress=False,
+        )  # fmt: skip
+        for leaf, known in zip(clone._binder.leaves, self._binder.leaves, strict=True):
+            leaf.spec = leaf.spec or known.spec
+        if clone._buckets is not None:
+            clone._buckets._told = True
+        return clone
+
+    def with_tensors(self, call: Call, tensors: list[Tensor | None]) -> Call:
+        """A call like ``call`` with other tensors, one for each declared input (None: absent), under the key of its variant."""
+        key = () if self._binder._plain_key else self._binder._key(call.values, tensors, call.ctx)
+        return Call(call.values, call.ctx, tensors, key, call.tokens, call.requests, call.foreign)
+
 
 def _nested(label: str) -> UsageError:
     return UsageError(
