@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from segue.check.compare import RowCounts, real_difference, value_difference
+from segue.check.compare import RowCounts, real_difference, tensors_in, value_difference
 from segue.check.oplog import InPlaceWrite, OpLog
 from segue.check.outcome import Outcome, OutcomeValue, PaddedWrites, differing, state_of, whole
 
@@ -47,6 +47,16 @@ def test_padded_and_unpadded_tensors_are_compared_on_what_they_share():
     flat, other = torch.zeros(16), torch.zeros(16)
     other[12:] = 1
     assert real_difference(flat, other, RowCounts(8, 8, 5, exact=True)) is None
+
+
+def test_tensors_are_found_by_their_paths_at_every_place_and_to_a_depth():
+    t, u = torch.ones(1), torch.zeros(1)
+    held = SimpleNamespace(layers=[{"k": t}, t], u=u)
+    held.again = held
+    found = tensors_in(held)
+    assert found.keys() == {"layers[0]['k']", "layers[1]", "u"} and found["layers[1]"] is t is found["layers[0]['k']"]
+    assert tensors_in(held, "ctx", 2).keys() == {"ctx.layers[1]", "ctx.u"}
+    assert tensors_in(t).keys() == {"itself"} and tensors_in(t, "ctx").keys() == {"ctx"} and not tensors_in(None)
 
 
 def outcome(memory, written=()):

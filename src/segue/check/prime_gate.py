@@ -71,13 +71,15 @@ def check_prime(
 
 
 class _Gate:
+    """The runs on one graph. Each comparison gives a cell of the run's row, and a finding where something differs."""
+
     def __init__(self, prime: PrimeGraph, steps: int) -> None:
         self.prime, self.trunk, self.report = prime, prime.trunk, GateReport()
         self.step: Callable[[Tensor, Any], Tensor] | None = getattr(prime.trunk, "step", None)
         self.steps = steps if self.step is not None else 0
         self.capacity = prime.bucket + max(self.steps, 1)
         self.vocabulary = prime.reference([0] * self.trunk.min_tokens).logits.shape[1]
-        self.seen: dict[str, str] = {}
+        self.seen: set[str] = set()  # labels of the runs that were made
 
     def plan(self, lengths: Sequence[int] | None) -> list[tuple[str, list[Tensor]]]:
         """The label and the prompts of each run, in ascending order of length."""
@@ -96,7 +98,7 @@ class _Gate:
     def run(self, label: str, direction: str, prompts: list[Tensor]) -> None:
         """Make one run and all its comparisons."""
         first = label not in self.seen
-        self.seen[label] = direction
+        self.seen.add(label)
         batch = self.prime.batch(prompts)
         want = self.prime.reference(prompts)
         sessions = [self._session() for _ in prompts]
