@@ -15,7 +15,6 @@ from segue.runner.inputs import Leaf
 from segue.runner.runner import GraphRunner
 
 AS_GIVEN = "as given"  # the variant of the example itself
-_MOST_BUCKETS = 3
 _MOST_VARIANTS = 4
 
 
@@ -49,7 +48,7 @@ def chosen_buckets(ladder: Sequence[int], tokens: int) -> list[int]:
     """The buckets to try, ascending: the smallest above 1, the largest, and the one that ``tokens`` tokens need."""
     own = next((b for b in ladder if b >= tokens), ladder[-1])
     small = next((b for b in ladder if b > 1), ladder[0])
-    return sorted({small, own, ladder[-1]})[-_MOST_BUCKETS:]
+    return sorted({small, own, ladder[-1]})
 
 
 def lengths_of(bucket: int) -> list[int]:
