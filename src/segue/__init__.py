@@ -17,6 +17,7 @@ from segue.errors import SegueError
 from segue.integrations.transformers import accelerate
 from segue.prime import PrimeGraph, Rows, Trunk, Whole
 from segue.runner import Decision, GraphRunner, Input, Ladder, Lease, Stats
+from segue.runner.check_report import Checker, use_checker
 
 __all__ = [
     "BreakableCapture",
@@ -43,3 +44,12 @@ __all__ = [
     "slice_to_real_tokens",
     "weak_ref_tensor",
 ]
+
+
+def _load_checker() -> Checker:
+    from segue.check import check_runner
+
+    return check_runner
+
+
+use_checker(_load_checker)

@@ -8,11 +8,11 @@ import torch
 import segue
 from segue.capture.op_watch import observing
 from segue.check.blame import first_break, first_op
-from segue.check.compare import Rows
-from segue.check.oplog import OpLog, Trace
+from segue.check.compare import RowCounts
+from segue.check.oplog import OpLog, OpLogMode
 from segue.check.origin import align, origin
 from segue.check.sandbox import Environment, Sandbox
-from segue.check.trial_calls import AS_GIVEN, Case
+from segue.check.trial_calls import AS_GIVEN, TrialCall
 from segue.runner import GraphRunner, Input
 
 
@@ -32,7 +32,7 @@ def test_a_capture_and_its_reference_list_the_same_ops(device, inference):
     recorded, traced = OpLog(), OpLog()
     with observing(recorded), segue.BreakableCapture(device=device, pool=device.new_pool()) as capture:
         forward(x)
-    with Trace(traced):
+    with OpLogMode(traced):
         forward(x)
     capture.close()
     assert [op.key for op in recorded.ops] == [op.key for op in traced.ops if op.name != "aten::mul.Tensor"]
@@ -44,7 +44,7 @@ def test_a_capture_and_its_reference_list_the_same_ops(device, inference):
 
 
 def test_uninitialised_memory_is_filled_for_a_trace(device):
-    with Trace(OpLog(), fill=3.0):
+    with OpLogMode(OpLog(), fill=3.0):
         x = torch.empty(2, 2, device=device.torch_device)
         y = torch.empty_like(x, dtype=torch.int64)
     assert bool((x == 3).all()) and y.dtype is torch.int64
@@ -59,7 +59,7 @@ def test_forwards_that_part_are_aligned_where_they_meet_again(device):
 
     logs = [OpLog(), OpLog()]
     for log, times in zip(logs, (1, 3), strict=True):
-        with Trace(log):
+        with OpLogMode(log):
             forward(times)
     pairs = align(logs[0].ops, logs[1].ops)
     assert [None if a is None else a.name for a, _ in pairs] == [
@@ -83,30 +83,30 @@ def test_a_difference_that_reaches_no_result_is_not_blamed(device):
     for log, tail in zip(logs, (0.0, 9.0), strict=True):
         x = torch.ones(4, 3, device=device.torch_device)
         x[3:] = tail
-        with Trace(log):
+        with OpLogMode(log):
             out.append(forward(x)[0])
-    found = origin(logs[1], logs[0], [out[1].untyped_storage().data_ptr()], Rows(4, 4, 3, exact=True))
+    found = origin(logs[1], logs[0], [out[1].untyped_storage().data_ptr()], RowCounts(4, 4, 3, exact=True))
     assert found is not None and found.op.name == "aten::amax" and line(forward, 3) in found.op.where
-    assert any("aten::mul.Tensor" in source for source in found.from_)
+    assert any("aten::mul.Tensor" in source for source in found.sources)
 
 
 @pytest.fixture
-def lab_of(device):
-    labs = []
+def sandbox_of(device):
+    sandboxes = []
 
     def make(fn):
         runner = GraphRunner(fn, {"x": Input(0, 0.0)}, [4, 8], device=device, progress=False)
         x = torch.linspace(-1, 1, 20, device=device.torch_device).view(5, 4)
-        lab = Sandbox(runner, Environment(fn, None, [], device.torch_device), device.new_pool(), (x,), {})
-        labs.append(lab)
-        return lab, Case(AS_GIVEN, lab.example((x,), {}), 8, None, 0)
+        sandbox = Sandbox(runner, Environment(fn, None, [], device.torch_device), device.new_pool())
+        sandboxes.append(sandbox)
+        return sandbox, TrialCall(AS_GIVEN, sandbox.example((x,), {}), 8, None, 0)
 
     yield make
-    for lab in labs:
-        lab.close()
+    for sandbox in sandboxes:
+        sandbox.close()
 
 
-def test_the_first_break_whose_arguments_or_results_differ_is_named(lab_of):
+def test_the_first_break_whose_arguments_or_results_differ_is_named(sandbox_of):
     @segue.break_point
     def first(x):
         return x + 1
@@ -132,14 +132,14 @@ def test_the_first_break_whose_arguments_or_results_differ_is_named(lab_of):
         (after, "the last segment"),
     ):
         for find, said in ((first_break, text), (first_op, "aten::mul.Tensor in segment")):
-            scout, _ = lab_of(fn)
-            lab, case = lab_of(fn)
-            scout.capture(case)
-            place = find(lab, [case], case, [step.spec for step in scout.breaks(case)])
-            assert place is not None and said in place.text and fn.__name__ in place.where, place
+            scout, _ = sandbox_of(fn)
+            sandbox, trial = sandbox_of(fn)
+            scout.capture(trial)
+            blamed = find(sandbox, [trial], trial, [step.spec for step in scout.breaks(trial)])
+            assert blamed is not None and said in blamed.text and fn.__name__ in blamed.where, blamed
 
 
-def test_a_break_whose_result_differs_is_named(lab_of):
+def test_a_break_whose_result_differs_is_named(sandbox_of):
     @segue.break_point
     def odd(x):
         return x * (2 if segue.capture.thread_state.state.reference else 3)
@@ -147,14 +147,14 @@ def test_a_break_whose_result_differs_is_named(lab_of):
     def forward(x):
         return odd(x + 1)
 
-    lab, case = lab_of(forward)
-    scout, _ = lab_of(forward)
-    scout.capture(case)
-    place = first_break(lab, [case], case, [step.spec for step in scout.breaks(case)])
-    assert place is not None and "odd" in place.text and "it got the same, and its result differs" in place.text
-    assert line(forward, 1) in place.where
+    sandbox, trial = sandbox_of(forward)
+    scout, _ = sandbox_of(forward)
+    scout.capture(trial)
+    blamed = first_break(sandbox, [trial], trial, [step.spec for step in scout.breaks(trial)])
+    assert blamed is not None and "odd" in blamed.text and "it got the same, and its result differs" in blamed.text
+    assert line(forward, 1) in blamed.where
 
 
-def test_nothing_is_blamed_where_nothing_differs(lab_of):
-    lab, case = lab_of(lambda x: x + 1)
-    assert first_op(lab, [case], case, []) is None
+def test_nothing_is_blamed_where_nothing_differs(sandbox_of):
+    sandbox, trial = sandbox_of(lambda x: x + 1)
+    assert first_op(sandbox, [trial], trial, []) is None

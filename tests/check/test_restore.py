@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from segue.check.restore import Contents, PlainValues
+from segue.check.restore import ContextContents, PlainValues
 
 total = 0
 
@@ -64,7 +64,7 @@ class Slotted:
 
 def test_a_context_with_slots_too():
     ctx = Slotted(3, [1])
-    contents, values, cache = Contents(ctx), PlainValues(ctx), ctx.cache
+    contents, values, cache = ContextContents(ctx), PlainValues(ctx), ctx.cache
     ctx.n, ctx.cache = 4, [2]
     cache.append(5)
     values.restore()
@@ -76,7 +76,7 @@ def test_a_context_with_slots_too():
 def test_a_context_gets_back_everything_it_held():
     first = torch.ones(1)
     ctx = SimpleNamespace(steps=[1], cache={"k": [first]}, n=3)
-    contents = Contents(ctx)
+    contents = ContextContents(ctx)
     ctx.steps.append(2)
     ctx.cache["k"][0] = torch.zeros(1)
     ctx.cache["v"] = 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from segue.check.gate import GateReport
+from segue.check.prime_gate import GateReport
 from segue.cli import app, main
 
 run = CliRunner().invoke
@@ -67,7 +67,7 @@ def test_the_gate_of_a_prime_graph_runs_under_the_word_prime(monkeypatch: pytest
     assert result.exit_code == 0 and out["notes"] == ["The gate of prime graph of 8 rows and 2 requests."]
     assert {row["way"] for row in out["rows"]} == {"up", "down"} and "8 tokens, up" in result.stderr
     wrong = GateReport([{"prompt": "3 tokens", "logits": "DIFFERS: logits"}], ["3 tokens, up: logits: 1 element"])
-    monkeypatch.setattr("segue.check.gate.check_prime", lambda *_, **__: wrong)
+    monkeypatch.setattr("segue.check.prime_gate.check_prime", lambda *_, **__: wrong)
     result = run(app, ["check", "prime", "--bucket", "8"])
     assert result.exit_code == 1 and "3 tokens, up: logits: 1 element" in result.stdout
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import segue
 from segue import _torch
-from segue.check.caches import bits, difference
+from segue.check.compare import bits, difference
 from segue.devices import Device
 from segue.prime.copyout import CopyOut
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import segue
 from segue.check import tiny_trunk
-from segue.check.gate import check_prime
+from segue.check.prime_gate import check_prime
 from segue.devices import Device
 from segue.prime.copyout import CopyOut
 

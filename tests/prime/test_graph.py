@@ -14,7 +14,7 @@ from torch import Tensor
 import segue
 from prime.prompts import prompt
 from segue.check import tiny_trunk
-from segue.check.caches import difference, poison
+from segue.check.compare import difference, poison
 from segue.devices import Device
 
 BUCKET = 32

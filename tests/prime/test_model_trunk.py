@@ -11,7 +11,7 @@ import torch
 
 import segue
 from prime.prompts import prompt
-from segue.check.gate import check_prime
+from segue.check.prime_gate import check_prime
 from segue.devices import Device
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -15,7 +15,7 @@ from torch import Tensor
 import segue
 from prime.prompts import prompt
 from segue.check import tiny_trunk
-from segue.check.caches import difference
+from segue.check.compare import difference
 from segue.devices import Device
 from segue.prime.prime_strategy import PrimeStrategy
 from segue.runner import Breakable, GraphRunner, Input

@@ -14,7 +14,7 @@ from segue.bench import timing
 from segue.bench.decoder import Shape
 from segue.bench.result import SAME, BenchResult, Row
 from segue.bench.ttft import LENGTHS, FreshPrompt
-from segue.check.caches import difference
+from segue.check.compare import difference
 from segue.devices import Device
 from segue.integrations.transformers import accelerate, names
 from segue.integrations.transformers.prime_trunk import ModelTrunk

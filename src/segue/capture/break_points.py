@@ -146,6 +146,7 @@ class Break:
         self._take: Take = _ignore
         self._single: Handoff | None = None  # the whole result is one tensor
         self._nothing = False  # the whole result is None
+        self._settled: list[Handoff] = []  # of what the function returned
         self._clears: list[Handoff] = []  # of memory that the caller gave, which the function may fill itself
 
     @property
@@ -221,7 +222,7 @@ class Break:
         allocate: Allocate = _like_eager(arguments, result) if self._op_watch is None else self._op_watch.allocate
         contexts = ContextMap(state.ctx)
         seen: dict[int, tuple[Tensor, list[Any]]] = {}
-        handoffs: list[Handoff] = []
+        handoffs = self._settled
         times = Counter(id(v) for v in leaves(result))
 
         def on_leaf(value: Any, path: str, token_dim: int | None) -> tuple[Take, Any]:
@@ -298,6 +299,16 @@ class Break:
                 )
 
         return check
+
+    @property
+    def handoffs(self) -> Sequence[Handoff]:
+        """The tensors of the break's result that later segments read, each once, in the order of the result."""
+        return tuple(self._clears or self._settled)
+
+    @property
+    def called_at(self) -> str:
+        """The line of the forward that called the break: ``file.py:12 in forward``."""
+        return self.where.rpartition(" called at ")[2]
 
 
 def _settled(value: Any, token_dims: Any, on_leaf: OnLeaf, opaque: Opaque) -> tuple[Take, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, cast
@@ -107,8 +107,11 @@ class BreakableCapture:
         return self._counts[1] if self._counts else len(self._steps) - len(self._graphs)
 
     @property
-    def steps(self) -> tuple[Step, ...]:
-        """The captured segments and breaks, in the order of a replay."""
+    def steps(self) -> Sequence[Step]:
+        """The captured segments and breaks in the order of a replay; a cut leaves two segments side by side.
+
+        Empty after :meth:`close`, or when the capture failed.
+        """
         return tuple(self._steps)
 
     @property
@@ -126,6 +129,11 @@ class BreakableCapture:
     def externals(self) -> list[External]:
         """Tensors outside the pool that segments read or write."""
         return list(self._op_watch.externals.values())
+
+    @property
+    def unnamed_externals(self) -> Sequence[External]:
+        """The :attr:`externals` that the root doesn't reach by a name, so that each replay looks for them by address."""
+        return () if self._program is None else tuple(self._program.externals.unnamed)
 
     def __enter__(self) -> BreakableCapture:
         if state.capture is not None:

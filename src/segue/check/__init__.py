@@ -1,6 +1,6 @@
-"""Checking a runner: replays against references over poisoned memory and other padding, and the line to blame."""
+"""Checking a runner: compare replays with references over poisoned memory and other padding, and name the line to blame."""
 
 from segue.check.checker import check_runner
-from segue.check.report import Finding, Report
+from segue.runner.check_report import Finding, Report
 
 __all__ = ["Finding", "Report", "check_runner"]

@@ -1,4 +1,4 @@
-"""Every dispatched op of a forward, in order: what Python decided about it, what it read and made, and where."""
+"""A log of every op that a forward dispatches: what Python decided about it, what it read and wrote, and at which line."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ from typing import Any, Literal
 import torch
 from torch import Generator, Tensor
 
-import segue
-from segue import _source_lines, _torch
+from segue import _source_lines, _torch, devices
+from segue.capture import op_watch, program
 from segue.capture.thread_state import state
 
 Keep = Literal["nothing", "values", "memory"]
 
-_SEGUE = os.path.dirname(segue.__file__) + os.sep
-_SEEN_THROUGH = (  # frames between an op and whoever asked for it
+_SEGUE = os.path.dirname(_torch.__file__) + os.sep
+_PASSED_OVER = (  # files whose frames lie between an op and the code that asked for it
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(__file__) + os.sep,
-    os.path.join(_SEGUE, "devices") + os.sep,
-    os.path.join(_SEGUE, "capture", "op_watch.py"),
+    os.path.dirname(devices.__file__) + os.sep,
+    op_watch.__file__,
 )
-_PROGRAM = os.path.join(_SEGUE, "capture", "program.py")
-EMPTY = {
+EMPTY_OPS = {  # allocate without writing
     "aten::empty.memory_format", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted", "aten::new_empty",
     "aten::new_empty_strided",
 }  # fmt: skip
 _MOST_VIEWS = 256  # of one storage
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_subclass_free = Tensor.__torch_dispatch__
+_plain_dispatch = Tensor.__torch_dispatch__
 
 
 @dataclass(slots=True)
-class Op:
-    """One op as the forward called it; what a composite op does inside isn't listed.
+class LoggedOp:
+    """One op as the forward called it; the ops that a composite op runs inside aren't listed.
 
-    ``plain``: its arguments that aren't tensors, and tensors that live on the host, by name. ``reads``, ``writes``:
-    addresses of storages, which mean something while the log keeps the tensors; a view writes nothing. ``inside``:
-    called in a break. ``ours``: segue's own bookkeeping. ``segment``: of the capture. ``values``: its results as they
-    were right after it; ``operands`` and ``results``: the tensors themselves.
+    ``name``: as in ``aten::add.Tensor``. ``where``: the line of the forward. ``plain``: arguments that aren't tensors, and
+    scalars on the host that a graph would hold as numbers, as text by name. ``shapes``: of the operands. ``reads``,
+    ``writes``: storage addresses, which identify storages only while the log keeps the tensors; a view writes nothing.
+    ``inside``: a break called it. ``ours``: segue called it for its own bookkeeping. ``segment``: the number of the segment
+    that was being recorded. ``values``: copies of the results, made right after the op. ``operands``, ``results``: the
+    tensors themselves.
     """
 
     name: str
@@ -61,13 +62,13 @@ class Op:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What makes two ops of two runs the same one."""
+        """The name and line, by which ops of two forwards are matched."""
         return self.name, self.where
 
 
 @dataclass(frozen=True)
-class Written:
-    """A tensor that was written in place. ``cleared``: by segue, because its rows are padding."""
+class InPlaceWrite:
+    """A tensor that an op wrote in place at the line ``where``. ``cleared``: segue zeroed it, because its rows are padding."""
 
     tensor: Tensor
     where: str
@@ -75,29 +76,31 @@ class Written:
 
 
 class OpLog:
-    """An observer that lists ops, for a capture (:func:`segue.capture.op_watch.observing`) or under :class:`Trace`.
+    """Lists ops in ``ops``, and in-place writes by storage address in ``written``.
+
+    It observes a capture (:func:`segue.capture.op_watch.observing`), or an eager forward under :class:`OpLogMode`.
 
     Args:
-        keep: ``"values"``: copies of all results. ``"memory"``: the tensors, so that their memory isn't used again and
-            can be looked at when everything has run.
+        keep: ``"values"`` keeps copies of all results. ``"memory"`` keeps the tensors themselves, so that their memory isn't
+            used again and can be read when everything has run. ``"nothing"`` keeps neither.
     """
 
     def __init__(self, keep: Keep = "nothing") -> None:
-        self.ops: list[Op] = []
-        self.written: dict[int, list[Written]] = {}  # by address
-        self._keep, self._inner = keep, False
+        self.ops: list[LoggedOp] = []
+        self.written: dict[int, list[InPlaceWrite]] = {}
+        self._keep, self._inside_op = keep, False
 
     def __call__(self, run: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._inner:
+        if self._inside_op:
             return run(func, args, kwargs)
-        self._inner = True
+        self._inside_op = True
         try:
             result = run(func, args, kwargs)
             if result is not NotImplemented:
                 with _torch.function_modes_off():
                     self._note(func, args, kwargs, result)
         finally:
-            self._inner = False
+            self._inside_op = False
         return result
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -108,7 +111,7 @@ class OpLog:
         results = _tensors(result)
         reads = tuple(map(_key, operands))
         made = [k for k in map(_key, results) if k not in reads]
-        op = Op(
+        op = LoggedOp(
             _torch.op_name(func), _source_lines.caller(), _plain(given, func), tuple(tuple(t.shape) for t in operands),
             reads, (*made, *map(_key, targets)), state.inside_break, _is_ours(),
             0 if state.capture is None else state.capture.graphs,
@@ -116,7 +119,7 @@ class OpLog:
         for t in targets:
             views = self.written.setdefault(_key(t), [])
             if len(views) < _MOST_VIEWS:
-                views.append(Written(t.detach(), op.where, op.ours and op.name == "aten::zero_"))
+                views.append(InPlaceWrite(t.detach(), op.where, op.ours and op.name == "aten::zero_"))
         if self._keep != "nothing":
             op.operands, op.results = operands, [*results, *(t for t in targets if all(t is not r for r in results))]
         if self._keep == "values":
@@ -124,10 +127,11 @@ class OpLog:
         self.ops.append(op)
 
 
-class Trace(_torch.WatchingMode):
-    """Shows a log the ops of an eager forward, or of the breaks of a replay.
+class OpLogMode(_torch.WatchingMode):
+    """A context manager that gives a log the ops of an eager forward, or of the breaks of a replay.
 
-    ``fill``: what uninitialised floating-point memory is filled with, so that a use of it shows.
+    Args:
+        fill: a value for all floating-point memory that ops allocate uninitialised; NaN makes every use of it show.
     """
 
     def __init__(self, log: OpLog, fill: float | None = None) -> None:
@@ -135,22 +139,22 @@ class Trace(_torch.WatchingMode):
         self._log, self._fill = log, fill
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if any(getattr(t, "__torch_dispatch__", _subclass_free) is not _subclass_free for t in types):
+        if any(getattr(t, "__torch_dispatch__", _plain_dispatch) is not _plain_dispatch for t in types):
             return NotImplemented
-        if _is_launch():  # torch sets the generators that the graph reads
+        if _is_launch():  # these ops set the generators that a graph reads, and the forward didn't call them
             return func(*args, **(kwargs or {}))
         return self._log(self._run, func, args, kwargs or {})
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        if self._fill is not None and _torch.op_name(func) in EMPTY and result.dtype in FLOATS:
+        if self._fill is not None and _torch.op_name(func) in EMPTY_OPS and result.dtype in FLOATS:
             result.fill_(self._fill)
         return result
 
 
 @functools.cache
 def _signature(func: Any) -> tuple[list[str], list[str]]:
-    """Names of an op's arguments, and of those it writes."""
+    """The names of an op's arguments, and of those that it writes."""
     arguments = getattr(getattr(func, "_schema", None), "arguments", ())
     return [a.name for a in arguments], list(_torch.written_arguments(func)[1])
 
@@ -160,6 +164,7 @@ def _plain(given: dict[str, Any], func: Any) -> dict[str, str]:
 
 
 def _text(value: Any, given: dict[str, Any], func: Any) -> str | None:
+    """An argument as text. None: its value isn't decided by Python, as that of a tensor on the device."""
     if isinstance(value, Tensor):
         if value.dim() or value.device.type != "cpu":
             return None
@@ -195,19 +200,15 @@ def _is_ours() -> bool:
 
 
 def _is_launch() -> bool:
-    return _asker() == _PROGRAM
+    return _asker() == program.__file__
 
 
 def _asker() -> str:
-    """The file of whoever asked for the op that is being seen."""
+    """The file of the code that asked for the op now being logged."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if (
-            not name.startswith(_SEEN_THROUGH)
-            and not name.startswith("<frozen ")
-            and not name.endswith("contextlib.py")
-        ):
+        if not name.startswith((*_PASSED_OVER, "<frozen ")) and not name.endswith("contextlib.py"):
             return name
         frame = frame.f_back
     return ""

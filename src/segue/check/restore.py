@@ -40,7 +40,7 @@ class PlainValues:
                 object.__setattr__(holder, key, value)
 
 
-class Contents:
+class ContextContents:
     """Everything that a context holds, as it is now: attributes, items and their order; tensors by identity."""
 
     def __init__(self, root: Any) -> None:

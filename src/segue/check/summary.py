@@ -7,95 +7,114 @@ from dataclasses import dataclass
 from typing import Any
 
 from segue.capture.break_points import Break
-from segue.check.breaks import called_at, handoffs
 from segue.check.oplog import OpLog
 from segue.check.sandbox import Environment, Sandbox
-from segue.check.trial_calls import AS_GIVEN, Case, resized
+from segue.check.trial_calls import AS_GIVEN, TrialCall, resized
 from segue.errors import UsageError
 from segue.runner.runner import GraphRunner
 
 
 @dataclass(frozen=True)
-class Step:
-    """A segment, with its ``ops``, or a break: ``what`` it is, ``where`` it begins, and what a break hands on."""
+class StepSummary:
+    """A segment or a break.
+
+    ``kind``: ``"segment"`` or ``"break"``. ``what``: its number or label. ``where``: the line of its first op, or of the
+    break's call. ``ops``: of a segment. ``handoffs``, ``handoff_bytes``: tensors that a break hands to later segments, and
+    their size.
+    """
 
     kind: str
     what: str
     where: str
-    ops: int
-    handoffs: int
-    handoff_bytes: int
+    ops: int = 0
+    handoffs: int = 0
+    handoff_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class BucketSummary:
-    """One bucket. ``named``, ``unnamed``: tensors outside the pool, inputs apart, that its segments use.
+    """A captured bucket.
 
-    ``pool_bytes``: of the pool, once this and the larger buckets were captured.
+    ``steps``: in the order of a replay. ``named``: how many tensors outside the pool, inputs apart, its segments use and the
+    function holds by name. ``unnamed``: the others, in words. ``pool_bytes``: what the pool holds once this bucket and the
+    larger ones are captured.
     """
 
     bucket: int
-    steps: tuple[Step, ...]
+    steps: tuple[StepSummary, ...]
     named: int
     unnamed: tuple[str, ...]
     pool_bytes: int
 
     @property
-    def segments(self) -> list[Step]:
+    def segments(self) -> list[StepSummary]:
+        """The steps that are segments."""
         return [s for s in self.steps if s.kind == "segment"]
 
     @property
-    def breaks(self) -> list[Step]:
+    def breaks(self) -> list[StepSummary]:
+        """The steps that are breaks."""
         return [s for s in self.steps if s.kind == "break"]
 
 
 def summaries(
     runner: GraphRunner, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any, progress: Callable[[int], None]
 ) -> list[BucketSummary]:
-    """Capture the whole ladder privately, largest first, and take it apart. ``progress`` gets each bucket before."""
+    """Capture a runner's whole ladder in a sandbox, largest bucket first, and describe each bucket.
+
+    Args:
+        args, kwargs: the example call; none where the inputs declare shapes and dtypes.
+        ctx: a context, or a function that makes one from the number of tokens; None takes the runner's ``capture_ctx``.
+        progress: is called with each bucket before that is captured.
+
+    Raises:
+        UsageError: the runner has no graphs, because ``SEGUE=off`` was set. What the forward or its capture raises.
+    """
     if runner.disabled:
         raise UsageError("SEGUE=off was set when this runner was made, so it has no graphs to take apart")
     ctx = runner.capture_ctx if ctx is None else ctx
-    device = runner._ready(args, kwargs).recorder.device
-    lab = Sandbox(runner, Environment(runner.fn, ctx, runner.state, device.torch_device), device.new_pool(), args, kwargs)
+    device = runner.prepare(*args, **kwargs).recorder.device
+    sandbox = Sandbox(runner, Environment(runner.fn, ctx, runner.state, device.torch_device), device.new_pool())
     try:
-        call = lab.example(args, kwargs)
+        call = sandbox.example(args, kwargs)
+        fixed = runner.request_ladder is not None or (call.ctx is not None and not sandbox.environment.varied)
+        requests = runner.admit(call.tokens, call.requests).requests
         found = []
         for bucket in reversed(list(runner.ladder)):
-            fixed = runner.request_ladder is not None or (call.ctx is not None and not lab.world.varied)
             if runner.request_ladder is not None and bucket < call.tokens:
                 continue
             tokens = min(call.tokens, bucket) if fixed else bucket
-            requests = runner.admit(call.tokens, call.requests).requests
-            case = Case(AS_GIVEN, resized(call, lab.binder, tokens), bucket, requests, 0)
+            trial = TrialCall(AS_GIVEN, resized(call, sandbox.binder, tokens), bucket, requests, 0)
             progress(bucket)
-            found.append(_of(lab, case, lab.capture(case).log))
+            found.append(_summary(sandbox, trial, sandbox.capture(trial).log))
         return found
     finally:
-        lab.world.restore()
-        lab.close()
+        sandbox.environment.close()
+        sandbox.close()
 
 
-def _of(lab: Sandbox, case: Case, log: OpLog) -> BucketSummary:
-    capture: Any = lab.plan(case).program._capture  # type: ignore[attr-defined]
-    steps: list[Step] = []
+def _summary(sandbox: Sandbox, trial: TrialCall, log: OpLog) -> BucketSummary:
+    capture, owns = sandbox.plan(trial).capture, sandbox.recorder.owns
+    if capture is None:
+        raise UsageError("only graphs of the breakable strategy can be taken apart, and this runner's last strategy is another")
+    steps: list[StepSummary] = []
     segment = 0
-    for step in capture._steps:
+    for step in capture.steps:
         if isinstance(step, Break):
-            handed = list(handoffs(step))
-            size = sum(h.buffer.nbytes for h in handed)
-            steps.append(Step("break", step.spec.label, called_at(step), 0, len(handed), size))
+            size = sum(h.buffer.nbytes for h in step.handoffs)
+            steps.append(
+                StepSummary("break", step.spec.label, step.called_at, handoffs=len(step.handoffs), handoff_bytes=size)
+            )
         else:
             ops = [op for op in log.ops if op.segment == segment]
-            where = ops[0].where if ops else ""
-            steps.append(Step("segment", f"segment {segment}", where, len(ops), 0, 0))
+            steps.append(StepSummary("segment", f"segment {segment}", ops[0].where if ops else "", ops=len(ops)))
             segment += 1
-    outside = [e for e in capture.externals if not lab.recorder.owns(e.tensor)]  # an input's buffer is known by itself
-    unnamed = [e for e in capture._program.externals.unnamed if not lab.recorder.owns(e.tensor)]
+    outside = [e for e in capture.externals if not owns(e.tensor)]  # an input's buffer isn't looked for by name
+    unnamed = [e for e in capture.unnamed_externals if not owns(e.tensor)]
     return BucketSummary(
-        case.bucket,
+        trial.bucket,
         tuple(steps),
         len(outside) - len(unnamed),
         tuple(f"{list(e.tensor.shape)} of {e.tensor.dtype}, used by {e.op} at {e.where}" for e in unnamed),
-        lab.recorder.pool.usage().reserved,
+        sandbox.recorder.pool.usage().reserved,
     )

@@ -1,4 +1,4 @@
-"""A tiny dense decoder as a trunk: what ``segue check prime`` runs where no other trunk is named."""
+"""A tiny dense decoder as a trunk, which ``segue check prime`` runs unless another trunk is named."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from segue.prime import Rows, cut_here
 
 @dataclass
 class DenseCache:
-    """``kv``: keys and values of all layers in one tensor [layers, 2, heads, rows, size]."""
+    """``kv``: keys and values of all layers, [layers, 2, heads, rows, size]. ``length``: tokens held."""
 
     kv: Tensor
     length: int = 0
 
 
 class Dense(nn.Module):
-    """Pre-norm attention and MLP layers with a table of positions."""
+    """A decoder of attention and MLP layers with learned positions.
+
+    D is ``width``, V is ``vocabulary``, and ``longest`` is the most tokens of a prompt.
+    """
 
     min_tokens = 1
 
@@ -38,19 +41,19 @@ class Dense(nn.Module):
         self.norm, self.vocabulary = nn.LayerNorm(width), nn.Linear(width, vocabulary)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Ids [n] to [n, D]."""
+        """Token ids [n] to embeddings [n, D]."""
         return self.tokens(tokens)  # type: ignore[no-any-return]
 
     def new_cache(self, rows: int, requests: int = 1) -> DenseCache:
-        """Room for ``rows`` keys and values of all requests together."""
+        """A cache of zeros for ``rows`` tokens of all requests together."""
         weight = self.tokens.weight
         return DenseCache(weight.detach().new_zeros(len(self.qkv), 2, self.heads, rows, self.size))
 
     def reset(self, cache: DenseCache) -> None:
-        """Nothing: the forward reads no row that it hasn't written."""
+        """Do nothing, because the forward reads no row that it hasn't written."""
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, cache: DenseCache) -> Tensor:
-        """[rows, D] to [rows, D]."""
+        """Embeddings [rows, D] to hidden states [rows, D]; ``cu_seqlens`` [requests + 1] holds the requests' first rows."""
         rows = torch.arange(x.shape[0], device=x.device)
         request = (rows[:, None] >= cu_seqlens[1:]).sum(1)
         mine = (request[:, None] == request) & (rows[:, None] >= rows)
@@ -64,23 +67,23 @@ class Dense(nn.Module):
         return self.norm(x)  # type: ignore[no-any-return]
 
     def head(self, last: Tensor) -> Tensor:
-        """[requests, D] to [requests, V]."""
+        """Last hidden states [requests, D] to logits [requests, V]."""
         return self.vocabulary(last)  # type: ignore[no-any-return]
 
     def state(self, cache: DenseCache) -> dict[str, Rows]:
-        """All keys and values, one row a token along dimension 3."""
+        """All keys and values, with one row a token along dimension 3."""
         return {"keys and values": Rows(cache.kv, dim=3)}
 
     def get_length(self, session: DenseCache) -> int:
-        """Tokens in the cache."""
+        """How many tokens the session holds."""
         return session.length
 
     def set_length(self, session: DenseCache, n: int) -> None:
-        """The cache has ``n`` tokens now."""
+        """Record that the session holds ``n`` tokens now."""
         session.length = n
 
     def step(self, token: Tensor, session: DenseCache) -> Tensor:
-        """One token [1] to logits [1, V], extending the session."""
+        """One token id [1] to logits [1, V]; the session grows by the token."""
         at = session.length
         x = self.embed(token) + self.positions.weight[at : at + 1]
         for i in range(len(self.qkv)):
@@ -103,6 +106,6 @@ class Dense(nn.Module):
 
 
 def build(device: str = "cuda" if torch.cuda.is_available() else "cpu") -> Dense:
-    """The trunk with random weights, the same ones each time."""
+    """The trunk with random weights, which are the same at each call."""
     torch.manual_seed(0)
     return Dense().to(device).eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""``segue check``: replays of a runner against its reference, and the gate of a prime graph."""
+"""``segue check``: compare replays of a runner with its reference, or run the gate of a prime graph."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ def check(
 
 
 def _prime(name: str | None, bucket: int, requests: int, output: Format) -> None:
-    from segue.check.gate import check_prime
-    from segue.check.tiny_trunk import Dense
+    """Run the gate on the trunk or graph that ``name`` makes, or else on a tiny trunk."""
+    from segue.check.prime_gate import check_prime
+    from segue.check.tiny_trunk import build
     from segue.prime import PrimeGraph
 
-    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    factory = load(name) if name is not None else lambda: Dense().to(place).eval().requires_grad_(False)
+    factory = build if name is None else load(name)
     with said_on_stderr():
         made: Any = factory()
     if not isinstance(made, PrimeGraph):
         if not (hasattr(made, "new_cache") and hasattr(made, "min_tokens")):
             what = type(made).__qualname__
             raise UsageError(f"{name} returned a {what}; it must return a segue.Trunk or a PrimeGraph")
-        device = "emulator" if place.type == "cpu" else None
+        device = None if torch.cuda.is_available() else "emulator"
         made = PrimeGraph(made, bucket, requests, device=device)
     with said_on_stderr(), made as prime:
         report = check_prime(prime, progress=log.print)

@@ -72,7 +72,7 @@ class Buckets:
         self.failed: dict[Slot, str] = {}
         self.warmed: dict[Slot, Signature] = {}
         self.variants: set[Key] = set()
-        self._said_whole = False
+        self.said_whole = False  # that a forward met no break point
 
     def serve(self, call: Call, d: Decision) -> Any:
         """The answer to a call that is admitted to a bucket. This is the protocol of a bucket, for each variant and strategy:
@@ -143,8 +143,8 @@ class Buckets:
                 raise
             raise RunsEager(FAILED) from e
         self.graphs[slot] = captured
-        if not captured.program.breaks and not self._said_whole and not getattr(strategy, "whole", False):
-            self._said_whole = True
+        if not captured.program.breaks and not self.said_whole and not getattr(strategy, "whole", False):
+            self.said_whole = True
             log.warning(
                 "segue: %s was captured without meeting a break point: everything in it, attention included, runs on "
                 "the padded rows. That is right for a forward that treats each row by itself",

@@ -241,6 +241,11 @@ class Binder:
         named.pop("ctx", None)
         return named
 
+    def with_tensors(self, call: Call, tensors: list[Tensor | None]) -> Call:
+        """A call like ``call`` with other tensors, one for each declared input (None: absent), under the key of its variant."""
+        key = () if self._plain_key else self._key(call.values, tensors, call.ctx)
+        return Call(call.values, call.ctx, tensors, key, call.tokens, call.requests, call.foreign)
+
     def keep(self, call: Call) -> None:
         """Hold later calls to what this one, which succeeded, has shown of its inputs."""
         for leaf, spec in call.specs:

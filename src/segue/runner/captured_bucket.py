@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from segue import _torch
-from segue.capture import active_forward
+from segue.capture import BreakableCapture, active_forward
 from segue.capture.thread_state import state
 from segue.devices import Pool
 from segue.errors import UsageError
@@ -81,3 +81,9 @@ class CapturedBucket:
         """Forbid replays, and end the leases of its outputs."""
         self.closed = True
         self.program.close()
+
+    @property
+    def capture(self) -> BreakableCapture | None:
+        """The capture that the program replays, with its steps; None where another strategy than breakable made the program."""
+        capture = getattr(self.program, "capture", None)
+        return capture if isinstance(capture, BreakableCapture) else None

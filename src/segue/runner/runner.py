@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from segue.runner.admission import EAGER, Admission, Decision
 from segue.runner.bucket_recorder import BucketRecorder, run_eager
 from segue.runner.buckets import Buckets, Route, RunsEager
 from segue.runner.calls import Binder, Call
+from segue.runner.check_report import Report, checker
 from segue.runner.inputs import Declared
 from segue.runner.ladder import Ladder
 from segue.runner.memory_budget import Cost, MemoryBudget
@@ -31,9 +32,6 @@ from segue.runner.progress import CaptureSummary
 from segue.runner.replay_verifier import ReplayVerifier
 from segue.runner.stats import Counters, Stats
 from segue.runner.strategy import Breakable, Strategy
-
-if TYPE_CHECKING:
-    from segue.check import Report
 
 log = logging.getLogger("segue")
 
@@ -205,7 +203,7 @@ class GraphRunner:
         """
         if (thread.reference or thread.capture is not None) and not thread.inside_break:
             raise _nested(self._binder.label)
-        buckets = self._ready(args, kwargs)
+        buckets = self.prepare(*args, **kwargs)
         call = self._read(args, kwargs, ctx)
         d = self._decide(call, decision, None if decision is not None else self._strategy_for(call))
         if d.bucket is None:
@@ -227,7 +225,7 @@ class GraphRunner:
         Raises:
             CaptureError: a bucket can't be captured. Those before it keep working.
         """
-        buckets = self._ready(args, kwargs)
+        buckets = self.prepare(*args, **kwargs)
         with buckets.recorder.lock:
             self.summary = self._precapture(buckets, args, kwargs, ctx)
         return self.summary
@@ -236,7 +234,7 @@ class GraphRunner:
         """Drop every graph, then capture anew: from this example, or lazily where none is given. For weights that
         moved.
         """
-        buckets = self._ready(args, kwargs)
+        buckets = self.prepare(*args, **kwargs)
         with buckets.recorder.lock:
             buckets.drop(buckets.graphs)
             self._settle((*args, *kwargs.values()))
@@ -317,7 +315,12 @@ class GraphRunner:
         with self._opening:
             return self._buckets or self._settle((*args, *kwargs.values()))
 
-    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Buckets:
+    def prepare(self, *args: Any, **kwargs: Any) -> Buckets:
+        """Settle the device, from a call's arguments where nothing else says it, check the modules, and return the buckets.
+
+        Raises:
+            UsageError: the runner was closed, or a module is in training mode or on another device.
+        """
         buckets = self._open(args, kwargs)
         self.guard.check(buckets.recorder.device.torch_device)
         return buckets
@@ -384,9 +387,26 @@ class GraphRunner:
         Raises:
             InputError: the call doesn't fit. NoBucketError: no bucket holds it. What the forward itself raises eagerly.
         """
-        from segue.check import check_runner
+        return checker()(self, args, kwargs, ctx)
 
-        return check_runner(self, args, kwargs, ctx)
+    def clone(self, pool: Pool) -> GraphRunner:
+        """A runner of the same function with the same declarations and options on ``pool``, which should be its own.
+
+        It has buffers, graphs and counters of its own, and knows the shapes and dtypes that calls have shown this one. It has
+        the last strategy alone, no memory budget and no verification of replays; it shows no progress, doesn't warn that a
+        capture met no break point, and raises when a capture fails.
+        """
+        clone = GraphRunner(
+            self.fn, self.inputs, self.ladder, self._output_dims[0], "lease" if self._lease else "copy", self.capture_ctx,
+            self.admission.max_padding, self._max_variants, state=self.state, strict=self._strict, device=pool.device,
+            request_buckets=self.request_ladder, output_request_dim=self._output_dims[1], pool=pool,
+            strategies=self.strategies[-1:], progress=False,
+        )  # fmt: skip
+        for leaf, known in zip(clone._binder.leaves, self._binder.leaves, strict=True):
+            leaf.spec = leaf.spec or known.spec
+        if clone._buckets is not None:
+            clone._buckets.said_whole = True
+        return clone
 
 
 def _nested(label: str) -> UsageError:

@@ -110,7 +110,7 @@ class Breakable:
 
 class _CapturedProgram:
     def __init__(self, capture: BreakableCapture) -> None:
-        self._capture = capture
+        self.capture = capture
         self.graphs, self.breaks = capture.graphs, capture.breaks
         self.writes = [e.tensor for e in capture.externals if e.written]
         self.replay, self.close = capture.replay_in_turn, capture.close

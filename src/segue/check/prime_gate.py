@@ -1,13 +1,13 @@
-"""The gate of a prime graph: what must be so before anyone is served from it.
+"""The gate of a prime graph: the comparisons that it must pass before it may serve anyone.
 
-Each length runs going up and going down on one graph, over poisoned memory: NaN in the scratch cache, in free blocks of
-the pool, and in the session. Logits, hidden states and every byte of every cache are compared with the trunk's eager
-run at the same padded shape on a fresh cache; then greedy steps go on from both caches.
+One graph runs each prompt length in ascending and then in descending order. Before each run the scratch cache, the free
+blocks of the pool and the session hold NaN. Logits, hidden states and every byte of every cache are compared with the
+trunk's eager run at the same padded shape on a fresh cache. Then greedy steps continue from both caches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,26 +15,27 @@ import torch
 from torch import Tensor
 
 from segue import _torch
-from segue.check.caches import Part, difference, distance, poison, tensors
+from segue.check.cache_parts import CachePart
+from segue.check.compare import difference, distance, poison, tensors_in
 from segue.errors import SegueError
 from segue.prime import PrimeGraph, Reference
 from segue.prime.reference import reference
 from segue.prime.requests import Batch
 
 _LENGTHS = (47, 128, 300)
-# A prompt without padding has other matrix shapes, so other rounding: 8-bit values may land on the next step, and what is
-# computed from them shows it. Padding that counts is off by ten times as much.
+# A prompt without padding has other matrix shapes, so it is rounded otherwise: 8-bit values may land on the next step, and
+# results computed from them show it. Where padded rows count, results are off by ten times as much.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-2, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _COARSE = 1.5e-1
 _SAME = "same"
-_COPIES = 32  # of the reference's cache, to see what a step that doesn't repeat itself may give
+_COPIES = 32  # copies of the reference's cache that show what a step may give that doesn't repeat itself
 
 
 @dataclass
 class GateReport:
     """What the gate found.
 
-    ``rows``: one for each run. ``findings``: each difference in a sentence; none means that the graph may serve.
+    ``rows``: a table with one row for each run. ``findings``: a sentence for each difference.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -42,7 +43,7 @@ class GateReport:
 
     @property
     def ok(self) -> bool:
-        """Nothing was found."""
+        """Whether nothing was found, so that the graph may serve."""
         return not self.findings
 
 
@@ -55,11 +56,11 @@ def check_prime(
     """Run the gate on one graph.
 
     Args:
-        lengths: prompt lengths; by default ``min_tokens``, 47, 128, 300, bucket - 1 and bucket, as far as they fit, and
-            the bucket with a second prompt. Of a graph for several requests each length is also shared out among them.
-        steps: greedy steps after each run, by ``trunk.step(token, session)``; left out, and said so, where there is
-            none.
-        progress: gets a line before each run.
+        lengths: prompt lengths in tokens; by default those of ``min_tokens``, 47, 128, 300, bucket - 1 and bucket that fit,
+            and the bucket with a second prompt. A graph for several requests also runs each length divided among them.
+        steps: how many greedy steps follow each run, made by ``trunk.step(token, session)``. A trunk without ``step`` makes
+            none, and the report says so.
+        progress: is called with a line before each run.
     """
     gate = _Gate(prime, steps)
     for direction, plan in (("up", gate.plan(lengths)), ("down", gate.plan(lengths)[::-1])):
@@ -70,16 +71,18 @@ def check_prime(
 
 
 class _Gate:
+    """The runs on one graph. Each comparison gives a cell of the run's row, and a finding where something differs."""
+
     def __init__(self, prime: PrimeGraph, steps: int) -> None:
         self.prime, self.trunk, self.report = prime, prime.trunk, GateReport()
         self.step: Callable[[Tensor, Any], Tensor] | None = getattr(prime.trunk, "step", None)
         self.steps = steps if self.step is not None else 0
         self.capacity = prime.bucket + max(self.steps, 1)
         self.vocabulary = prime.reference([0] * self.trunk.min_tokens).logits.shape[1]
-        self.seen: dict[str, str] = {}
+        self.seen: set[str] = set()  # labels of the runs that were made
 
     def plan(self, lengths: Sequence[int] | None) -> list[tuple[str, list[Tensor]]]:
-        """Label and prompts of each run, going up."""
+        """The label and the prompts of each run, in ascending order of length."""
         bucket, least, requests = self.prime.bucket, self.trunk.min_tokens, self.prime.requests
         wanted = lengths if lengths is not None else (least, *_LENGTHS, bucket - 1, bucket)
         fitting = sorted({n for n in wanted if least <= n <= bucket})
@@ -88,18 +91,18 @@ class _Gate:
             found.append((f"{bucket} tokens, another prompt", [self._prompt(bucket, 1)]))
         if requests > 1:
             for n in fitting:
-                parts = _shared(n, requests, least)
+                parts = _divided(n, requests, least)
                 found.append((f"{'+'.join(map(str, parts))} tokens", [self._prompt(m, r) for r, m in enumerate(parts)]))
         return found
 
     def run(self, label: str, direction: str, prompts: list[Tensor]) -> None:
-        """One run and all its comparisons."""
+        """Make one run and all its comparisons."""
         first = label not in self.seen
-        self.seen[label] = direction
+        self.seen.add(label)
         batch = self.prime.batch(prompts)
         want = self.prime.reference(prompts)
         sessions = [self._session() for _ in prompts]
-        before = [{path: t.clone() for path, t in tensors(s).items()} for s in sessions]
+        before = [{path: t.clone() for path, t in tensors_in(s).items()} for s in sessions]
         self._poison()
         row: dict[str, Any] = {"prompt": label, "way": direction}
         here = f"{label}, {direction}"
@@ -117,7 +120,7 @@ class _Gate:
         row["past the prompt"] = self._past(here, batch, sessions, before, want)
         row["pads"] = self._pads(here, batch, sessions, want) if first else None
         row["control"] = self._control(here, prompts, batch, sessions, want) if first else None
-        row["greedy"] = self._greedy(here, batch, sessions, got.logits, want)  # last: the sessions grow
+        row["greedy"] = self._greedy(here, batch, sessions, got.logits, want)  # comes last, because the sessions grow
         self.report.rows.append(row)
 
     def _outputs(self, here: str, batch: Batch, name: str, got: Tensor, want: Tensor) -> str:
@@ -128,7 +131,7 @@ class _Gate:
         found: list[tuple[str, str | None]] = []
         count = 0
         for r, n in enumerate(batch.lengths):
-            mine, theirs = tensors(sessions[r]), tensors(want.cache)
+            mine, theirs = tensors_in(sessions[r]), tensors_in(want.cache)
             if not n:
                 continue
             length = self.trunk.get_length(sessions[r])
@@ -138,24 +141,23 @@ class _Gate:
                 if path not in mine or path not in theirs:
                     found.append((name, f"is in the {'session' if path in mine else 'reference'} only"))
                     continue
-                part = Part.of(theirs[path], mine[path], self.prime.requests)
+                part = CachePart.of(theirs[path], mine[path], self.prime.requests)
                 if part is None:
                     found.append((name, f"has shape {tuple(mine[path].shape)}, and the reference {tuple(theirs[path].shape)}"))
                     continue
                 count += 1
-                found.append((name, difference(part.head(mine[path], n), part.cut(theirs[path], r, want.offsets[r], n))))
+                share = part.in_cache(theirs[path], r, want.offsets[r], n)
+                found.append((name, difference(part.in_session(mine[path], n), share)))
         return self._verdict(here, found, f"{count} tensors {_SAME}")
 
     def _past(self, here: str, batch: Batch, sessions: list[Any], before: list[dict[str, Tensor]], want: Reference) -> str:
         found: list[tuple[str, str | None]] = []
-        theirs = tensors(want.cache)
         for r, n in enumerate(batch.lengths):
-            for path, t in tensors(sessions[r]).items():
+            for path, t, _, part in self._parts(sessions[r], want.cache):
                 old = before[r].get(path)
-                part = Part.of(theirs[path], t, self.prime.requests) if path in theirs else None
-                if old is None or part is None:
+                if old is None:
                     continue
-                now, then = (part.past(t, n), part.past(old, n)) if n else (t, old)
+                now, then = (part.past_prompt(t, n), part.past_prompt(old, n)) if n else (t, old)
                 if now is not None and then is not None:
                     changed = difference(now, then)
                     found.append((f"{_at(path, r, batch)} past its {n} rows", changed and f"was written: {changed}"))
@@ -188,8 +190,11 @@ class _Gate:
         return f"{self.steps} steps {_SAME}"
 
     def _outcomes(self, r: int, n: int, want: Reference, given: Sequence[Tensor]) -> list[Tensor]:
-        """The logits that the same steps give from copies of the reference's cache. Of a step that doesn't repeat itself there
-        are several: torch's attention kernels for one query have last bits that differ from run to run."""
+        """The different logits that the same steps give from copies of the reference's cache.
+
+        A step that doesn't repeat itself gives several: the last bits of torch's attention kernels for one query differ
+        from run to run.
+        """
         assert self.step is not None
         found: list[Tensor] = []
         for _ in range(_COPIES):
@@ -202,7 +207,7 @@ class _Gate:
         return found
 
     def _pads(self, here: str, batch: Batch, sessions: list[Any], want: Reference) -> str | None:
-        """Other values in the padded rows change nothing at all, and their absence only the rounding."""
+        """Check that other values in the padded rows change nothing, and that leaving out padded rows changes only rounding."""
         prime = self.prime
         total = batch.total
         if total == prime.bucket:
@@ -226,6 +231,7 @@ class _Gate:
         return self._verdict(here, found)
 
     def _control(self, here: str, prompts: list[Tensor], batch: Batch, sessions: list[Any], want: Reference) -> str:
+        """Check that the reference repeats itself over other memory, which is allocated and half freed here."""
         churn = [
             torch.full((n,), float("nan"), device=self.prime.device.torch_device) for n in (7, 512, 4096, 65536) for _ in range(8)
         ]
@@ -240,50 +246,52 @@ class _Gate:
         )
 
     def _views(self, batch: Batch, sessions: list[Any], a: Reference, b: Reference) -> list[tuple[str, Tensor, Tensor]]:
-        """What two references must agree on: outputs, and each session's share of the cache."""
+        """The tensors that two references must agree on, by name: outputs, and each session's share of the cache."""
         real = [r for r, n in enumerate(batch.lengths) if n]
         found = [("logits", a.logits[real], b.logits[real]), ("hidden", a.hidden[real], b.hidden[real])]
-        of_a, of_b, scratch = tensors(a.cache), tensors(b.cache), tensors(self.prime.scratch)
+        of_a, of_b = tensors_in(a.cache), tensors_in(b.cache)
         for r in real:
-            for path, t in tensors(sessions[r]).items():
-                part = Part.of(scratch[path], t, self.prime.requests) if path in scratch else None
-                if part is not None and path in of_a and path in of_b:
-                    start, n = a.offsets[r], batch.lengths[r]
-                    found.append((_at(path, r, batch), part.cut(of_a[path], r, start, n), part.cut(of_b[path], r, start, n)))
+            for path, _, _, part in self._parts(sessions[r], self.prime.scratch):
+                if path in of_a and path in of_b:
+                    mine, theirs = (part.in_cache(of[path], r, a.offsets[r], batch.lengths[r]) for of in (of_a, of_b))
+                    found.append((_at(path, r, batch), mine, theirs))
         return found
 
     def _filled(self, r: int, n: int, want: Reference) -> Any:
-        """A session filled from a reference's cache, tensor by tensor, by shapes: without asking the trunk for its
-        state."""
+        """A session filled from a reference's cache, tensor by tensor, by their shapes and not by the trunk's ``state``."""
         session = self._session()
         reserve = getattr(self.trunk, "reserve", None)
         if reserve is not None:
             reserve(session, n)
         self.trunk.set_length(session, n)
-        theirs = tensors(want.cache)
         with torch.inference_mode():
-            for path, t in tensors(session).items():
-                part = Part.of(theirs[path], t, self.prime.requests) if path in theirs else None
-                if part is not None:
-                    part.head(t, n).copy_(part.cut(theirs[path], r, want.offsets[r], n).reshape(part.head(t, n).shape))
+            for _, t, theirs, part in self._parts(session, want.cache):
+                mine = part.in_session(t, n)
+                mine.copy_(part.in_cache(theirs, r, want.offsets[r], n).reshape(mine.shape))
         return session
 
     def _session(self) -> Any:
-        """A fresh session, poisoned where it has rows."""
+        """A fresh session, in which every tensor with rows is poisoned."""
         make = getattr(self.trunk, "new_session", self.trunk.new_cache)
         with torch.inference_mode(False):
             session = make(self.capacity)
-        scratch = tensors(self.prime.scratch)
-        for path, t in tensors(session).items():
-            part = Part.of(scratch[path], t, self.prime.requests) if path in scratch else None
-            if part is not None and part.rows:
+        for _, t, _, part in self._parts(session, self.prime.scratch):
+            if part.rows:
                 poison(t)
         return session
 
+    def _parts(self, session: Any, cache: Any) -> Iterator[tuple[str, Tensor, Tensor, CachePart]]:
+        """Path, tensor of the session, tensor of the cache and part, for each tensor whose shapes tell the part."""
+        theirs = tensors_in(cache)
+        for path, t in tensors_in(session).items():
+            part = CachePart.of(theirs[path], t, self.prime.requests) if path in theirs else None
+            if part is not None:
+                yield path, t, theirs[path], part
+
     def _poison(self) -> None:
-        """Everything that a run must not depend on: what the last one left in the scratch cache, and free memory."""
+        """Poison what a run must not depend on: what the last run left in the scratch cache, and free memory."""
         prime = self.prime
-        scratch = {_torch.storage_key(t) for t in tensors(prime.scratch).values()}
+        scratch = {_torch.storage_key(t) for t in tensors_in(prime.scratch).values()}
         written = [e.tensor for e in prime.capture.externals if e.written] if prime.capture is not None else []
         state = [s.tensor for s in self.trunk.state(prime.scratch).values()]
         for t in (*state, *(t for t in written if _torch.storage_key(t) in scratch)):
@@ -308,8 +316,8 @@ def _at(name: str, request: int, batch: Batch) -> str:
     return name if len(batch.lengths) == 1 else f"{name} of request {request}"
 
 
-def _shared(n: int, requests: int, least: int) -> list[int]:
-    """``n`` tokens shared out unevenly, the second request empty where there are more than two."""
+def _divided(n: int, requests: int, least: int) -> list[int]:
+    """``n`` tokens divided unevenly among requests, of which the second is empty where there are more than two."""
     parts = [0] * requests
     left = n
     for r in range(requests):

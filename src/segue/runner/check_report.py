@@ -1,8 +1,8 @@
-"""What a check found, for people and for programs."""
+"""What a check found, as data and as text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -10,10 +10,11 @@ from dataclasses import dataclass
 class Finding:
     """One way in which a replay can differ from eager.
 
-    ``kind``: ``padding`` (real rows depend on padded ones), ``uninitialised`` (on memory nobody wrote), ``frozen`` (a
-    plain value that varies between forwards), ``replay`` (a replay isn't what the reference gives), ``unrepeatable``
-    (eager isn't either), ``refused`` or ``error`` (it raised). ``where``: ``file.py:12 in forward``. ``text``: what
-    happened, why, and what mends it.
+    ``kind``: ``padding`` (real rows depend on padded rows), ``uninitialised`` (real rows depend on memory that nothing
+    wrote), ``frozen`` (Python decided a plain value that varies between forwards), ``replay`` (a replay differs from the
+    reference), ``unrepeatable`` (two eager forwards of one call differ), ``refused`` (segue raised an error of its own) or
+    ``error`` (something else was raised). ``where``: the line, ``file.py:12 in forward``. ``text``: what happened, why,
+    and what mends it.
     """
 
     kind: str
@@ -28,8 +29,9 @@ class Finding:
 class Report:
     """The outcome of :meth:`GraphRunner.check`.
 
-    ``forward``: what was checked. ``buckets``, ``lengths``, ``variants``: what was tried. ``comparisons``: forwards
-    compared, ``replays`` of them replays. ``notes``: what is worth knowing and no fault.
+    ``forward``: the name and line of the function. ``notes``: what is worth knowing and no fault. ``buckets``, ``lengths``
+    (in tokens), ``variants``: what was tried. ``comparisons``: how many forwards were compared; ``replays`` of them were
+    replays. ``seconds``: how long the check took.
     """
 
     forward: str
@@ -45,23 +47,23 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Nothing was found."""
+        """Whether nothing was found."""
         return not self.findings
 
     @property
     def rows(self) -> list[dict[str, str]]:
-        """The findings as rows of a table."""
+        """The findings as rows of a table, with the columns ``kind``, ``where`` and ``finding``."""
         return [{"kind": f.kind, "where": f.where, "finding": f.text} for f in self.findings]
 
     def table(self) -> str:
-        """The findings as a Markdown table; a sentence where there are none."""
+        """The findings as a Markdown table, or a sentence where there are none."""
         if self.ok:
             return "No finding."
         lines = [("kind", "where", "finding"), ("---",) * 3, *(tuple(map(_cell, row.values())) for row in self.rows)]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
     def summary(self) -> str:
-        """One line: what was checked, and how it ended."""
+        """One line that says what was checked, and how it ended."""
         verdict = "ok" if self.ok else f"{len(self.findings)} finding{'s' if len(self.findings) > 1 else ''}"
         variants = "" if len(self.variants) < 2 else f"; variants: {', '.join(self.variants)}"
         return (
@@ -81,3 +83,21 @@ def _list(numbers: Sequence[int]) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+Checker = Callable[..., Report]  # of a runner, the arguments of an example call and its context
+_loaders: list[Callable[[], Checker]] = []
+
+
+def use_checker(load: Callable[[], Checker]) -> None:
+    """Name who checks runners. It belongs to a layer above this one, so the package says it when it is put together.
+
+    Args:
+        load: gives the checker, when the first check is asked for.
+    """
+    _loaders[:] = [load]
+
+
+def checker() -> Checker:
+    """Who checks runners."""
+    return _loaders[0]()
