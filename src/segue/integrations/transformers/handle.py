@@ -23,7 +23,7 @@ from segue.integrations.transformers.decoder_calls import DecoderCall, DecoderCa
 from segue.integrations.transformers.decoder_forward import Body, ForwardPatch
 from segue.integrations.transformers.module_snapshot import ModuleSnapshot
 from segue.prime.prime_strategy import PrimeStrategy
-from segue.runner import Breakable, CapturedForward, GraphRunner, Input, Job, Ladder
+from segue.runner import Breakable, CapturedForward, Decision, GraphRunner, Input, Job, Ladder
 from segue.runner.memory_budget import mib
 from segue.runner.progress import Progress
 
@@ -169,14 +169,19 @@ class Accelerated(Handle):
         decision = self._runner.admit(call.tokens)
         if decision.bucket is None:
             return self._untouched_forward(decision.reason, args, kwargs)
-        return self._graphed(call, self._here.run or self._runner)
+        return self._graphed(call, self._here.run, decision)
 
     def _untouched_forward(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._untouched[reason] += 1
         return self._forward(*args, **kwargs)
 
-    def _graphed(self, call: DecoderCall, run: Callable[..., Tensor], reached: list[int] | None = None) -> Any:
-        """One forward of the decoder with ``run`` in the place of its body; the rest is what the decoder's own forward does."""
+    def _graphed(
+        self, call: DecoderCall, run: Callable[..., Tensor] | None, decision: Decision | None, reached: list[int] | None = None
+    ) -> Any:
+        """One forward of the decoder with ``run`` in the place of its body; the rest is what the decoder's own forward does.
+
+        ``run``: None for the runner, in the bucket of ``decision``, by prime where the prompt is fresh.
+        """
         decoder = self._decoder
         embeds = call.embeds if call.embeds is not None else decoder.get_input_embeddings()(call.input_ids)
         cache = names.new_cache(decoder.config) if call.use_cache and call.cache is None else call.cache
@@ -184,7 +189,14 @@ class Accelerated(Handle):
         ctx = self._context(call, embeds, cache, positions, reached)
         x = embeds.reshape(call.tokens, embeds.shape[-1])
         flat = positions.expand(call.batch, call.length).reshape(call.tokens).long()
-        hidden = run(x, flat, ctx=ctx).view(call.batch, call.length, -1)
+        if run is None:
+            assert decision is not None
+            if ctx.fresh:
+                decision = Decision(decision.bucket, PrimeStrategy.name, decision.reason)
+            hidden = self._runner(x, flat, ctx=ctx, decision=decision)
+        else:
+            hidden = run(x, flat, ctx=ctx)
+        hidden = hidden.view(call.batch, call.length, -1)
         out = self._output(last_hidden_state=hidden, **{self._reader.cache_name: cache if call.use_cache else None})
         return out if call.return_dict else out.to_tuple()
 
@@ -266,7 +278,7 @@ class Accelerated(Handle):
             call = self._reader.read((), {"input_ids": ids, "attention_mask": mask, "use_cache": True})
             if isinstance(call, str):
                 raise UsageError(f"{type(self._model).__name__}: its forward can't be read for a probe: {call}")
-            ours = self._graphed(call, self._plain, reached)
+            ours = self._graphed(call, self._plain, None, reached)
             checks.check_probe(self._model, reached, self._layers, self._shown(ours, mask), self._shown(out, mask))
 
     def _plain(self, x: Tensor, position_ids: Tensor, ctx: Forward) -> Tensor:

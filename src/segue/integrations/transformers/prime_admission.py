@@ -45,7 +45,5 @@ def is_fresh(ctx: Forward, positions: Tensor | None, decoder: Any) -> bool:
 
 
 def _prompts(ctx: Any) -> list[tuple[int, Any]] | None:
-    # A cache that has been filled since is caught by its length, one that has been emptied only loses a graph.
-    if not isinstance(ctx, Forward) or not ctx.fresh or ctx.cache.get_seq_length():
-        return None
-    return [(ctx.length, ctx.cache)]
+    """The one prompt of a forward that was found fresh when its context was made, which is once for each call."""
+    return [(ctx.length, ctx.cache)] if isinstance(ctx, Forward) and ctx.fresh else None

@@ -72,6 +72,7 @@ class ModelTrunk:
         from transformers import AttentionInterface
 
         self.model = model
+        self._accelerated = decoder is not None
         self._decoder = checks.decoder_of(model) if decoder is None else decoder
         self._forward: Callable[..., Any] = self._decoder.forward if forward is None else forward
         self._config = self._decoder.config
@@ -150,7 +151,8 @@ class ModelTrunk:
         Raises:
             InputError: the session is no cache of this model. UsageError: attention is not causal any more.
         """
-        self._check_causal()
+        if not self._accelerated:  # the handle has looked, before the graph
+            self._check_causal()
         strange = next(iter({*map(type, session.layers)} - {names.growing_layers()[0]}), None)
         if strange is not None or len(session.layers) not in (0, len(self._decoder.layers)):
             what = f"{len(session.layers)} layers" if strange is None else f"layers of type {strange.__name__}"
