@@ -47,7 +47,7 @@ def test_a_clone_answers_like_its_runner_from_graphs_and_counters_of_its_own(run
         want = runner(x)
     before, pool = runner.stats, device.new_pool()
     with runner.clone(pool) as clone:
-        assert clone.pool is pool and clone.pool is not runner.pool and clone.budget is None and not clone.progress
+        assert clone.pool is pool and clone.pool is not runner.pool and clone._budget is None and not clone.progress
         assert clone.stats.captured == 0, "graphs are its own"
         for _ in range(3):
             assert torch.equal(clone(x), want)
