@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from operator import attrgetter, itemgetter
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from segue import _source_lines
+from segue.capture.module_checks import ModuleChecks
 from segue.capture.object_graph import reached
 from segue.errors import InputError, UsageError
-
-_in_training = itemgetter("training")
-_requires_grad = attrgetter("requires_grad")
 
 
 class ModuleGuard:
@@ -28,10 +26,7 @@ class ModuleGuard:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
-        self._modules: list[tuple[str, nn.Module]] = []
-        self._tensors: list[tuple[str, Tensor]] = []
-        self._modes: list[dict[str, Any]] | None = None  # of modules, where they keep it: read at every call
-        self._held: list[Tensor] = []
+        self._checks: ModuleChecks | None = None  # of what was found last
         while isinstance(fn, functools.partial):
             fn = fn.func
         owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
@@ -49,17 +44,11 @@ class ModuleGuard:
         Raises:
             UsageError: one is in training mode. InputError: grad mode is on and one requires grad.
         """
-        modes = self._modes
-        if modes is None:
-            modes = self._find()
-        if modes and any(map(_in_training, modes)):
-            raise next(self._trains(m, name) for name, m in self._modules if m.training)
-        if self._held and torch.is_grad_enabled() and any(map(_requires_grad, self._held)):
-            name = next(name for name, t in self._tensors if t.requires_grad)
-            raise InputError(
-                f"{name} requires grad while grad mode is on, and graphs record no gradients. Call the runner under "
-                "torch.inference_mode(), or freeze it: requires_grad_(False)"
-            )
+        checks = self._checks
+        if checks is None:
+            checks = self._find()
+        checks.check_modes()
+        checks.check_gradients()
 
     def check(self, place: torch.device) -> None:
         """Look at every submodule, parameter and buffer anew. For warm-up and capture; a call takes a quick :meth:`look`.
@@ -68,28 +57,25 @@ class ModuleGuard:
             UsageError: one is in training mode, or on another device than ``place``.
         """
         self.check_place(place)
-        for name, child in () if self.root is None else self.root.named_modules():
-            if child.training:
-                raise _training(child, name)
-        self._find()
-        for name, child in self._modules:
-            if child.training:
-                raise self._trains(child, name)
+        if self.root is not None:
+            ModuleChecks(self.root.named_modules(), (), self._label).check_modes()
+        self._find().check_modes()
 
     def forget(self) -> None:
         """Hold nothing any more."""
-        self._modules, self._tensors, self._modes, self._held = [], [], None, []
+        self._checks = None
 
-    def _trains(self, module: nn.Module, name: str) -> UsageError:
-        return _training(module, "" if module is self.root else name)
+    @property
+    def _label(self) -> str:
+        return f"the runner of {_source_lines.of(self._fn)}"
 
-    def _find(self) -> list[dict[str, Any]]:
+    def _find(self) -> ModuleChecks:
         found = list(reached(self._fn))
-        self._modules = [(name, m) for name, m in found if isinstance(m, nn.Module) and (m is self.root or _asks(m))]
-        self._tensors = [(name, t) for name, t in found if isinstance(t, Tensor)]
-        self._held = [t for _, t in self._tensors]
-        self._modes = modes = [m.__dict__ for _, m in self._modules if "training" in m.__dict__]
-        return modes
+        modules = [(name, m) for name, m in found if isinstance(m, nn.Module) and (m is self.root or _asks(m))]
+        tensors = [(name, t) for name, t in found if isinstance(t, Tensor)]
+        named = [("" if m is self.root else name, m) for name, m in modules]
+        self._checks = checks = ModuleChecks(named, tensors, self._label, gradient_error=InputError)
+        return checks
 
     def check_place(self, place: torch.device) -> None:
         """Look at every parameter and buffer."""
@@ -118,12 +104,4 @@ def _class_asks(cls: type[nn.Module]) -> bool:
 def _mentions(code: CodeType) -> bool:
     return "training" in code.co_names or any(
         _mentions(c) if isinstance(c, CodeType) else isinstance(c, str) and c == "training" for c in code.co_consts
-    )
-
-
-def _training(module: nn.Module, name: str) -> UsageError:
-    who = type(module).__qualname__ + (f" {name!r}" if name else "")
-    return UsageError(
-        f"{who} is in training mode: dropout and batch statistics would be frozen into the graphs. "
-        "Call .eval() on the model first"
     )
