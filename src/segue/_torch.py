@@ -7,7 +7,9 @@ function here needs a GPU, and none imports dynamo.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -77,6 +79,13 @@ class WatchingMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+        handler = cls.__dict__.get("__torch_dispatch__")
+        code = getattr(inspect.unwrap(getattr(handler, "__func__", handler)), "__code__", None) if handler else None
+        if code is not None:
+            skip_in_dynamo(code)  # it runs below compiled frames too, and dynamo would compile it
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -192,6 +201,30 @@ def has_kernel(name: str, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
+def skip_in_dynamo(code: CodeType) -> None:
+    """Make dynamo compile neither frames of ``code`` nor those below them."""
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+
+
+def mark_dynamic(t: Tensor, dim: int) -> None:
+    """Have dynamo compile for any size of this dimension, if the function that it compiles allows it. Imports dynamo."""
+    torch._dynamo.maybe_mark_dynamic(t, dim)
+
+
+def compiled_graphs() -> int:
+    """How many graphs dynamo has compiled in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def is_compile_error(error: Exception) -> bool:
+    """Whether compiling failed, rather than the function that was compiled, or a guard inside a capture."""
+    from torch._dynamo import exc
+
+    return isinstance(error, exc.TorchDynamoException) and not isinstance(error, exc.RecompileError)
+
+
 def dynamo_boundary(wrapper: Callable[..., Any]) -> None:
     """Make dynamo end its graph before calling ``wrapper``, and compile neither its frame nor those below it.
 
@@ -199,9 +232,7 @@ def dynamo_boundary(wrapper: Callable[..., Any]) -> None:
     """
     wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
     wrapper._torchdynamo_disable_msg = "a segue break point runs eagerly between two graphs"  # type: ignore[attr-defined]
-    frames: Any = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(wrapper.__code__, frames._FrameExecStrategy(skip, skip))
+    skip_in_dynamo(wrapper.__code__)
 
 
 def alias(t: Tensor, like: Tensor | None = None) -> Tensor:

@@ -136,7 +136,12 @@ def test_a_second_handle_on_one_model(make: Make, refused: Make, graphed: Make) 
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({"strategy": "full"}, "strategy='full' is not one"), ({"compile": True}, "compile=True) is not supported yet")],
+    [
+        ({"strategy": "full"}, "strategy='full' is not one"),
+        ({"on_failure": "retry"}, "on_failure='retry' is neither"),
+        ({"buckets": [0]}, "bucket 0 is not a positive whole number"),
+        ({"buckets": []}, "at least one bucket"),
+    ],
 )
 def test_an_option_that_means_nothing(options: dict[str, Any], text: str, make: Make, refused: Make) -> None:
     assert text in refused(make(), **options)

@@ -2,6 +2,7 @@
 
 from segue.capture.break_points import break_here, break_point
 from segue.capture.capture import BreakableCapture
+from segue.capture.compiled import compile_dynamic
 from segue.capture.externals import External
 from segue.capture.thread_state import (
     active_forward,
@@ -20,6 +21,7 @@ __all__ = [
     "break_here",
     "break_point",
     "capture_phase",
+    "compile_dynamic",
     "current_forward_ctx",
     "current_valid_rows",
     "is_breakable_capture_active",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from segue import _torch
+from segue.capture.compiled import Compiled
 from segue.capture.context_paths import globals_of, is_plain, slots
 
 _LIBRARIES = {"torch", "segue", *sys.stdlib_module_names}
@@ -203,7 +204,7 @@ def _is_of(value: Any, packages: Collection[str]) -> bool:
 def _is_compiled(value: Any) -> bool:
     if isinstance(value, torch.nn.Module):
         return getattr(value, "_compiled_call_impl", None) is not None or "_torchdynamo_orig_callable" in value.__dict__
-    held: dict[str, Any] = value.__dict__ if isinstance(value, FunctionType) else {}
+    held: dict[str, Any] = value.__dict__ if isinstance(value, FunctionType | Compiled) else {}
     return "_torchdynamo_orig_callable" in held and not held.get("_torchdynamo_disable", False)
 
 

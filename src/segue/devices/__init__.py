@@ -12,7 +12,7 @@ from torch import Tensor
 from segue.devices.protocol import Device, Pool, PoolUsage, Recording, Segment, Traits
 from segue.errors import UsageError
 
-__all__ = ["Device", "Pool", "PoolUsage", "Recording", "Segment", "Traits", "resolve"]
+__all__ = ["Device", "Pool", "PoolUsage", "Recording", "Segment", "Traits", "resolve", "runs_compiled"]
 
 _devices: dict[str, Device] = {}  # by name
 _lock = threading.Lock()
@@ -53,6 +53,11 @@ def resolve(device: str | torch.device | Device | None, tensors: Iterable[Tensor
             raise UsageError(f"device={str(place)!r}: torch sees {count} CUDA devices here; {_ACCEPTED}")
         return _cuda(torch.cuda.current_device() if place.index is None else place.index)
     raise UsageError(f"segue captures on CUDA devices and, emulated, on CPU tensors; got device {str(place)!r}")
+
+
+def runs_compiled(place: torch.device) -> bool:
+    """Whether segments on tensors of this device run compiled code as such. The emulator runs it as its Python."""
+    return place.type == "cuda"
 
 
 def _emulator() -> Device:

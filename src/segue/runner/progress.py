@@ -20,6 +20,7 @@ class CaptureSummary:
     don't hold a request-shaped example, with that reason.
 
     ``changed``: Python attributes that the warm-up or capture changed, as (before, after); they are not put back.
+    ``compile_seconds``: of ``seconds``, those in which layers were compiled.
     """
 
     buckets: tuple[int, ...]
@@ -29,6 +30,7 @@ class CaptureSummary:
     cost: Cost
     left_out: Mapping[int, Cost | str] = field(default_factory=dict)
     changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    compile_seconds: float = 0.0
 
     def __str__(self) -> str:
         buckets, segments = _count(len(self.buckets), "bucket"), _count(self.segments, "segment")

@@ -6,11 +6,13 @@ Importing this module needs torch alone; transformers is looked for when :func:`
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal
 
 from segue import environment
 from segue.errors import UsageError
 from segue.integrations.transformers.base_handle import DisabledHandle
+from segue.runner import Ladder
 
 if TYPE_CHECKING:
     from segue.devices import Device
@@ -26,7 +28,8 @@ def accelerate(
     max_tokens: int = 2048,
     strategy: str = "auto",
     compile: bool = False,
-    *,
+    buckets: Ladder | Iterable[int] | None = None,
+    on_failure: Literal["raise", "eager"] = "raise",
     device: str | Device | None = None,
 ) -> Handle:
     """Run a transformers model's decoder out of captured graphs, in place: the same tokens, sooner.
@@ -42,7 +45,15 @@ def accelerate(
         strategy: ``"auto"``: single fresh prompts as prime graphs where the model allows it, everything else breakable;
             the handle's ``stats`` count both. ``"prime"``: the same, but a model without prime graphs is refused.
             ``"breakable"``: no prime graphs.
-        compile: must be False. Compiling the layers before they are captured is not supported yet.
+        compile: whether the decoder's layers and final norm are compiled, once for all lengths, before they are captured. Fused
+            kernels round differently, so in bfloat16 long greedy texts may part from the untouched model's; replays equal
+            ``handle.reference()``, which runs the compiled layers, bit for bit. The untouched model is never compiled. On the
+            emulator compiled code runs as its Python.
+        buckets: the padded token counts that get graphs, as a list or a :class:`~segue.Ladder`. They take the place of
+            ``max_tokens``. None: 1, 2, 4 and 8, for decode, and steps of a quarter of the size up to ``max_tokens``; with
+            ``compile`` from 2 on.
+        on_failure: ``"eager"``: a bucket whose capture fails runs the untouched forward from then on, and layers that can't be
+            compiled run as they are. Both are logged once.
         device: None means the model's; ``"emulator"`` says that CPU, for correctness only, is meant.
 
     Returns:
@@ -59,14 +70,17 @@ def accelerate(
     _require_transformers()
     if strategy not in _STRATEGIES:
         raise UsageError(f"strategy={strategy!r} is not one that segue.accelerate() knows: use one of {_STRATEGIES}")
-    if compile:
-        raise UsageError(
-            "segue.accelerate(compile=True) is not supported yet: graphs hold the kernels that the model launches "
-            "eagerly. Use compile=False."
-        )
     from segue.integrations.transformers.handle import Accelerated
 
-    return Accelerated(model, max_tokens=max_tokens, device=device, strategy=strategy)
+    return Accelerated(
+        model,
+        max_tokens=max_tokens,
+        strategy=strategy,
+        compile=compile,
+        buckets=buckets,
+        on_failure=on_failure,
+        device=device,
+    )
 
 
 def _require_transformers() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from segue import environment
 from segue.errors import UsageError
-from segue.runner import Stats
+from segue.runner import CaptureSummary, Stats
 from segue.runner.memory_budget import mib
 from segue.runner.stats import Counters
 
@@ -74,8 +74,8 @@ class Handle(ABC):
         """The runner's counts, with the forwards that ran untouched under ``eager`` and ``reasons``."""
 
     @abstractmethod
-    def capture(self) -> None:
-        """Capture the whole ladder now, largest bucket first, instead of each bucket at its second call."""
+    def capture(self) -> CaptureSummary | None:
+        """Capture the whole ladder now, largest bucket first, instead of each bucket at its second call. None: nothing was."""
 
     @abstractmethod
     def recapture(self) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
 from segue.integrations.transformers.attention import AttentionName
+from segue.integrations.transformers.compiled_layers import CompiledLayers
 
 Serve = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
@@ -17,16 +19,23 @@ Serve = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 class Body:
     """``(x [N, D], position_ids [N]) -> hidden states [N, D]``, by the decoder's own forward. This is what is captured.
 
-    That forward sees no mask and no cache: both are in the break, where they are live.
+    That forward sees no mask and no cache: both are in the break, where they are live. ``layers``: run compiled.
     """
 
-    def __init__(self, decoder: nn.Module, forward: Callable[..., Any], implementation: AttentionName) -> None:
+    def __init__(
+        self,
+        decoder: nn.Module,
+        forward: Callable[..., Any],
+        implementation: AttentionName,
+        layers: CompiledLayers | None = None,
+    ) -> None:
         self.decoder = decoder
         self._forward = forward
         self._implementation = implementation
+        self._layers = layers
 
     def __call__(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        with self._implementation.segue():
+        with self._implementation.segue(), nullcontext() if self._layers is None else self._layers.active():
             out = self._forward(
                 inputs_embeds=x[None],
                 position_ids=position_ids[None],

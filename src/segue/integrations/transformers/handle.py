@@ -6,9 +6,9 @@ import dataclasses
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,13 +19,14 @@ from segue.errors import UsageError
 from segue.integrations.transformers import checks, names, prime_admission, reasons
 from segue.integrations.transformers.attention import NAME, AttentionName, Forward, attention_forward
 from segue.integrations.transformers.base_handle import Handle
+from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.decoder_calls import DecoderCall, DecoderCallReader
 from segue.integrations.transformers.decoder_forward import Body, ForwardPatch
 from segue.integrations.transformers.module_snapshot import ModuleSnapshot
 from segue.prime.prime_strategy import PrimeStrategy
 from segue.runner import Breakable, CapturedForward, Decision, GraphRunner, Input, Job, Ladder
 from segue.runner.memory_budget import mib
-from segue.runner.progress import Progress
+from segue.runner.progress import CaptureSummary, Progress
 
 if TYPE_CHECKING:
     from segue.devices import Device
@@ -39,7 +40,17 @@ class Accelerated(Handle):
     with a reason where graphs can't serve it. What graphs serve goes to :meth:`_graphed`.
     """
 
-    def __init__(self, model: Any, *, max_tokens: int, device: str | Device | None, strategy: str = "auto") -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_tokens: int,
+        strategy: str,
+        compile: bool,
+        buckets: Ladder | Iterable[int] | None,
+        on_failure: Literal["raise", "eager"],
+        device: str | Device | None,
+    ) -> None:
         from transformers import AttentionInterface
 
         self._decoder = decoder = checks.decoder_of(model)
@@ -48,7 +59,8 @@ class Accelerated(Handle):
         self._snapshot = ModuleSnapshot(decoder)
         self._reader = DecoderCallReader(decoder.config, self._forward)
         self._implementation = AttentionName(m.config for m in decoder.modules() if hasattr(m, "config"))
-        self._body = Body(decoder, self._forward, self._implementation)
+        self._compiled = CompiledLayers(decoder, on_failure) if compile else None
+        self._body = Body(decoder, self._forward, self._implementation, self._compiled)
         self._layers = int(decoder.config.num_hidden_layers)
         self._attention_module = decoder.layers[0].self_attn
         self._functions: dict[str | None, Callable[..., Any]] = {}
@@ -61,12 +73,14 @@ class Accelerated(Handle):
         self._prime: PrimeStrategy | None = None
         self._probe()
         self._strategy = _CountingBreakable()
-        self._prime = self._prime_strategy(strategy, max_tokens)
+        ladder = _ladder(buckets, max_tokens, compile)
+        self._prime = self._prime_strategy(strategy, ladder.max)
         self._runner = GraphRunner(
             self._body,
             inputs={"x": Input(token_dim=0, pad=0.0), "position_ids": Input(token_dim=0, pad=0)},
-            buckets=Ladder.geometric(max_tokens=max_tokens),
+            buckets=ladder,
             capture_ctx=self._capture_context,
+            on_failure=on_failure,
             device=self._device if device is None else device,
             strategies=[*([self._prime] if self._prime else []), self._strategy],
         )
@@ -92,8 +106,10 @@ class Accelerated(Handle):
         """Bytes of the scratch caches that prime graphs fill, beside the graphs' own memory."""
         return 0 if self._prime is None else self._prime.scratch_bytes
 
-    def capture(self) -> None:
+    def capture(self) -> CaptureSummary:
         """Capture the whole ladder now, largest bucket first, instead of each bucket at its second call.
+
+        Returns what was captured, and the seconds that it took, of which ``compile_seconds`` for compiling the layers.
 
         Raises:
             UsageError: the handle was restored, the model is in training mode or on another device, or something was done to
@@ -105,9 +121,17 @@ class Accelerated(Handle):
         ids = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         with self._one_at_a_time, torch.inference_mode():
             x = self._decoder.get_input_embeddings()(ids)[0]
-            self._runner.capture(x, ids[0], ctx=self._capture_context(1))
+            start, compiled = time.perf_counter(), self._compile_seconds
+            summary = self._runner.capture(x, ids[0], ctx=self._capture_context(1))
+            more = []
             if self._prime is not None and not self._runner.disabled:
-                self._capture_primes(self._prime, x)
+                more.append(self._capture_primes(self._prime, x))
+            seconds, compiling = time.perf_counter() - start, self._compile_seconds - compiled
+            if self._compiled is not None:
+                more.append(f"in all {seconds:.1f} s, of which {compiling:.1f} s compiling")
+            if more:
+                Progress(0, self._runner.progress).close("; ".join(more))
+            return dataclasses.replace(summary, seconds=seconds, compile_seconds=compiling)
 
     def recapture(self) -> None:
         """Drop every graph, so that each bucket is captured anew. Needed after weights moved or modules were replaced.
@@ -121,6 +145,8 @@ class Accelerated(Handle):
             checks.check_hooks(self._model, self._decoder)
             self._attention_module = self._decoder.layers[0].self_attn
             self._functions.clear()
+            if self._compiled is not None:
+                self._compiled.take_in()
             self._probe()
             self._runner.recapture()
             self._strategy.captured.clear()
@@ -221,8 +247,12 @@ class Accelerated(Handle):
         ctx.fresh = prime and prime_admission.is_fresh(ctx, call.position_ids, self._decoder)
         return ctx
 
-    def _capture_primes(self, prime: PrimeStrategy, x: Tensor) -> None:
-        """The ladder once more, for fresh prompts; ``x`` [1, D]."""
+    @property
+    def _compile_seconds(self) -> float:
+        return 0.0 if self._compiled is None else self._compiled.seconds
+
+    def _capture_primes(self, prime: PrimeStrategy, x: Tensor) -> str:
+        """The ladder once more, for fresh prompts; ``x`` [1, D]. Returns what was done, as text."""
         buckets, start = sorted(self._runner.ladder, reverse=True), time.perf_counter()
         progress = Progress(len(buckets), self._runner.progress)
         with progress.showing():
@@ -231,7 +261,7 @@ class Accelerated(Handle):
                 self._capture_prime(prime, bucket, x.expand(bucket, -1))
                 progress.done()
         count, seconds = len(prime.captured), time.perf_counter() - start
-        progress.close(f"captured {count} prime graphs in {seconds:.1f} s; {mib(prime.scratch_bytes)} scratch cache")
+        return f"captured {count} prime graphs in {seconds:.1f} s; {mib(prime.scratch_bytes)} scratch cache"
 
     def _capture_prime(self, prime: PrimeStrategy, bucket: int, x: Tensor) -> None:
         """Warm up and capture one bucket on a prompt ``x`` [bucket, D] for a throwaway cache.
@@ -256,7 +286,7 @@ class Accelerated(Handle):
         if strategy == "breakable":
             return None
         try:
-            return prime_admission.strategy(self._model, self._decoder, self._forward, rows)
+            return prime_admission.strategy(self._model, self._decoder, self._forward, rows, self._compiled)
         except UsageError:
             if strategy == "prime":
                 raise
@@ -295,6 +325,17 @@ class Accelerated(Handle):
                 if kept is not None:
                     shown[f"the cache's {part} of layer {i}"] = kept.transpose(1, 2)[real]
         return shown
+
+
+def _ladder(buckets: Ladder | Iterable[int] | None, max_tokens: int, compile: bool) -> Ladder:
+    """The buckets asked for; by default those of decode and then steps of a quarter, which pad little at any length.
+
+    Compiled code treats a single row apart from all other counts, so with ``compile`` it runs in the bucket of two.
+    """
+    if buckets is not None:
+        return buckets if isinstance(buckets, Ladder) else Ladder(buckets)
+    small = (b for b in ((2, 4, 8) if compile else (1, 2, 4, 8)) if b <= max_tokens)
+    return Ladder([*small, *Ladder.relative(max_tokens, step=1 / 4)])
 
 
 class _CountingBreakable(Breakable):

@@ -10,17 +10,20 @@ from torch import Tensor
 
 from segue.integrations.transformers import names
 from segue.integrations.transformers.attention import Forward
+from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.prime_trunk import ModelTrunk, not_causal
 from segue.prime.prime_strategy import PrimeStrategy
 
 
-def strategy(model: Any, decoder: Any, forward: Callable[..., Any], rows: int) -> PrimeStrategy:
+def strategy(
+    model: Any, decoder: Any, forward: Callable[..., Any], rows: int, layers: CompiledLayers | None = None
+) -> PrimeStrategy:
     """Prime for the decoder of ``model``, whose own forward is ``forward``, in buckets of up to ``rows`` rows.
 
     Raises:
         UsageError: the model has no prime graphs.
     """
-    return PrimeStrategy(ModelTrunk(model, decoder=decoder, forward=forward), _prompts, most_rows=rows)
+    return PrimeStrategy(ModelTrunk(model, decoder=decoder, forward=forward, layers=layers), _prompts, most_rows=rows)
 
 
 def is_fresh(ctx: Forward, positions: Tensor | None, decoder: Any) -> bool:

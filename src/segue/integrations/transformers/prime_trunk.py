@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,11 +13,11 @@ from torch import Tensor
 from segue import _torch
 from segue.errors import InputError, UsageError
 from segue.integrations.transformers import checks, names
-from segue.integrations.transformers.attention import AttentionName
+from segue.integrations.transformers.attention import NAME, AttentionName, attention_forward, attention_goes_to
+from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.prime import Rows, cut_here
 
 _TOGETHER = 8  # keys and values of so many layers are kept in one fused copy: each copy alone takes the device 2 us
-NAME = "segue_prime"  # the attention implementation, while a trunk's forward runs
 _OWN = ("sdpa", "eager")
 
 
@@ -38,18 +37,21 @@ class _Running:
         if len(self._to) >= 2 * _TOGETHER:
             self.flush()
 
+    def attend(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    ) -> tuple[Tensor, None]:
+        """Keep keys and values [1, Hkv, N, D], then the model's own attention of ``query`` [1, H, N, D]: [1, N, H, D]."""
+        layer: Any = module.layer_idx
+        if layer:
+            cut_here()
+        self.keep(layer, key, value)
+        return self.attention(module, query, key, value, self.mask, **options)[0], None
+
     def flush(self) -> None:
         """Do the copies that are due."""
         if self._to:
             _torch.foreach_copy(self._to, self._kept)
         self._to, self._kept = [], []
-
-
-class _Now(threading.local):
-    running: _Running | None = None
-
-
-_now = _Now()
 
 
 class ModelTrunk:
@@ -61,6 +63,7 @@ class ModelTrunk:
     Args:
         model: a ``PreTrainedModel`` with a language-model head, in eval mode, on one device.
         decoder: its decoder, where ``model`` is accelerated already; ``forward`` is the decoder's own then.
+        layers: the decoder's layers, to run compiled.
 
     Raises:
         UsageError: the model can't be served; says which and why.
@@ -68,15 +71,22 @@ class ModelTrunk:
 
     min_tokens = 1
 
-    def __init__(self, model: Any, *, decoder: Any = None, forward: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        decoder: Any = None,
+        forward: Callable[..., Any] | None = None,
+        layers: CompiledLayers | None = None,
+    ) -> None:
         from transformers import AttentionInterface
 
-        self.model = model
+        self.model, self._layers = model, layers
         self._accelerated = decoder is not None
         self._decoder = checks.decoder_of(model) if decoder is None else decoder
         self._forward: Callable[..., Any] = self._decoder.forward if forward is None else forward
         self._config = self._decoder.config
-        self._implementation = AttentionName((m.config for m in self._decoder.modules() if hasattr(m, "config")), NAME)
+        self._implementation = AttentionName(m.config for m in self._decoder.modules() if hasattr(m, "config"))
         self._device = checks.device_of(self._decoder)
         self._attention = self._decoder.layers[0].self_attn
         self._shape = 2 * len(self._decoder.layers), self._config.num_key_value_heads, self._attention.head_dim
@@ -86,7 +96,7 @@ class ModelTrunk:
         self._check_causal()
         if model.get_output_embeddings() is None:
             raise UsageError(f"{type(model).__name__} has no language-model head, and a prime graph ends in logits")
-        AttentionInterface.register(NAME, _attend)
+        AttentionInterface.register(NAME, attention_forward)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Ids [n] to [n, D]."""
@@ -208,14 +218,11 @@ class ModelTrunk:
                 least = torch.finfo(dtype).min
                 mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, least)
             mask = mask[None, None]
-        before = _now.running
-        try:
-            with self._implementation.segue():
-                _now.running = running = _Running(kv, names.attention_function(self._attention, own), mask)
-                yield
-                running.flush()
-        finally:
-            _now.running = before
+        running = _Running(kv, names.attention_function(self._attention, own), mask)
+        layers = nullcontext() if self._layers is None else self._layers.active()
+        with self._implementation.segue(), layers, attention_goes_to(running.attend):
+            yield
+            running.flush()
 
     def _check_causal(self) -> None:
         where = not_causal(self._decoder)
@@ -245,16 +252,3 @@ def not_causal(decoder: Any) -> str | None:
         if not getattr(attention, "is_causal", True):
             return f"layers.{attention.layer_idx}.self_attn.is_causal"
     return None
-
-
-def _attend(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
-) -> tuple[Tensor, None]:
-    """What ``AttentionInterface`` calls: keep keys and values [1, Hkv, N, D], then the model's own attention."""
-    running = _now.running
-    assert running is not None
-    layer: Any = module.layer_idx
-    if layer:
-        cut_here()
-    running.keep(layer, key, value)
-    return running.attention(module, query, key, value, running.mask, **options)[0], None

@@ -1,0 +1,118 @@
+"""Functions compiled once for every length: fused kernels inside segments."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from segue import _source_lines, _torch, devices
+from segue.errors import CaptureError, UsageError
+
+log = logging.getLogger("segue")
+
+
+class Compiled:
+    """A function that is compiled at its first call on a device that runs compiled code. :func:`compile_dynamic` makes it.
+
+    ``seconds``: what compiling has taken so far. ``failed``: why it runs as its Python, if compiling failed.
+    """
+
+    def __init__(self, fn: Callable[..., Any], token_dim: int, retry: bool) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self._torchdynamo_orig_callable = fn  # as on every compiled function: whoever looks for compiled code finds this
+        self._fn, self._dim, self._retry = fn, token_dim, retry
+        self._run: Callable[..., Any] | None = None
+        self.seconds, self.failed = 0.0, ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tokens = next(_tensors((args, kwargs)), None)
+        if tokens is None or self.failed or torch.compiler.is_compiling() or not devices.runs_compiled(tokens.device):
+            return self._fn(*args, **kwargs)
+        if self._run is None:
+            self._run = torch.compile(self._fn, dynamic=False)
+        rows = tokens.shape[self._dim]
+        args, kwargs = self._marked(args, rows), self._marked(kwargs, rows)
+        graphs, start = _torch.compiled_graphs(), time.perf_counter()
+        try:
+            return self._run(*args, **kwargs)
+        except Exception as e:
+            if not _torch.is_compile_error(e):
+                raise
+            self._give_up(e)
+            return self._fn(*args, **kwargs)
+        finally:
+            if _torch.compiled_graphs() != graphs:
+                self.seconds += time.perf_counter() - start
+
+    def _marked(self, value: Any, rows: int) -> Any:
+        """The same structure around plain aliases of its tensors, whose token dimension is marked as dynamic.
+
+        Compiled code guards on whether a tensor is an inference tensor. What a forward makes is one, what it is given is not, and
+        what a break hands on is one at times: as aliases all are alike, and nothing is compiled twice for it.
+        """
+        if isinstance(value, Tensor):
+            if value.layout is not torch.strided:
+                return value
+            with _torch.dispatch_modes_off():
+                alias = _torch.alias(value)
+            if -alias.dim() <= self._dim < alias.dim() and alias.shape[self._dim] == rows:
+                _torch.mark_dynamic(alias, self._dim % alias.dim())
+            return alias
+        if type(value) in (tuple, list):
+            return type(value)(self._marked(v, rows) for v in value)
+        if type(value) is dict:
+            return {k: self._marked(v, rows) for k, v in value.items()}
+        return value
+
+    def _give_up(self, error: Exception) -> None:
+        first = (str(error).strip().splitlines() or ["no reason given"])[0]
+        text = (
+            f"{_source_lines.of(self._fn)} could not be compiled: {type(error).__name__}: {first}. Compiling needs triton and a "
+            "C compiler. Install them, or capture the function as it is: leave out compile=True."
+        )
+        if not self._retry:
+            raise CaptureError(text) from error
+        self.failed = text
+        log.warning("segue: %s It runs as its Python from now on, with the kernels that that launches", text)
+
+
+def compile_dynamic(
+    fn: Callable[..., Any], token_dim: int = 0, *, on_failure: Literal["raise", "eager"] = "raise"
+) -> Compiled:
+    """Compile a function of tensors once, for every number of tokens, so that it can be captured in every bucket.
+
+    Call the result where ``fn`` was called, inside a :class:`~segue.GraphRunner`'s function or a trunk. The warm-up of the first
+    bucket compiles it; captures and replays compile nothing. Break points inside end a compiled graph by themselves. On the
+    emulator it runs as its Python, with the same answers. Fused kernels round differently than the ops one by one: what a replay
+    equals bit for bit is the compiled function.
+
+    Args:
+        fn: a function or method over tensors; a module's ``forward``.
+        token_dim: the dimension with one row a token, of the first tensor among the arguments and of every other tensor that has
+            as many rows there. All other sizes are compiled as they are. A single row is compiled apart from all other counts.
+        on_failure: ``"eager"``: where it can't be compiled it runs as its Python, which is logged once.
+
+    Raises:
+        UsageError: ``fn`` is no function, or ``on_failure`` no such word. When it is called, CaptureError: it can't be compiled.
+    """
+    if not callable(fn):
+        raise UsageError(f"compile_dynamic compiles a function; got a {type(fn).__qualname__}")
+    if on_failure not in ("raise", "eager"):
+        raise UsageError(f'on_failure={on_failure!r} is neither "raise" nor "eager"')
+    return Compiled(fn, token_dim, on_failure == "eager")
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for v in value:
+            yield from _tensors(v)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

@@ -1,0 +1,59 @@
+"""A decoder's layers and final norm, compiled once for all lengths and used only while its body or its trunk runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from torch import nn
+
+from segue.capture.compiled import Compiled, compile_dynamic
+
+_TOKEN_DIM = 1  # of hidden states, rotary embeddings and positions alike: [1, N, ...]
+
+
+class CompiledLayers:
+    """Puts compiled forwards in the place of those of a decoder's layers and final norm, for as long as a body runs.
+
+    The untouched model is never compiled. Dynamo compiles the code of all layers once, since they share it.
+    """
+
+    def __init__(self, decoder: Any, on_failure: Literal["raise", "eager"]) -> None:
+        self._decoder = decoder
+        self._on_failure: Literal["raise", "eager"] = on_failure
+        self._earlier = 0.0  # what compiling took for layers that are there no more
+        self._forwards: list[tuple[nn.Module, Compiled]] = []
+        self.take_in()
+
+    def take_in(self) -> None:
+        """Compile the layers that the decoder has now, when they are called next."""
+        self._earlier = self.seconds
+        norm = getattr(self._decoder, "norm", None)
+        modules = [*self._decoder.layers, *([norm] if isinstance(norm, nn.Module) else [])]
+        self._forwards = [(m, compile_dynamic(m.forward, _TOKEN_DIM, on_failure=self._on_failure)) for m in modules]
+
+    @property
+    def seconds(self) -> float:
+        """What compiling has taken so far."""
+        return self._earlier + sum(compiled.seconds for _, compiled in self._forwards)
+
+    @property
+    def failed(self) -> str:
+        """Why the layers run as their Python; empty where they are compiled."""
+        return next((compiled.failed for _, compiled in self._forwards if compiled.failed), "")
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Within this block the decoder's layers run compiled."""
+        before = [vars(module).get("forward") for module, _ in self._forwards]
+        try:
+            for module, compiled in self._forwards:
+                module.__dict__["forward"] = compiled
+            yield
+        finally:
+            for (module, _), own in zip(self._forwards, before, strict=True):
+                if own is None:
+                    module.__dict__.pop("forward", None)
+                else:
+                    module.__dict__["forward"] = own
