@@ -25,6 +25,19 @@ def caller() -> str:
     return "an unknown place"
 
 
+def in_compiled_code() -> bool:
+    """Whether code that inductor has written is running: it allocates unseen, and of its kernels only torch's own are ops."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if "extern_kernels" in frame.f_globals and "assert_size_stride" in frame.f_globals:
+            return True
+        code = frame.f_code
+        if (_known.get(id(code)) or _learn(code))[1]:
+            return False
+        frame = frame.f_back
+    return False
+
+
 _MOST = 10_000  # entries of the cache
 # By a code object's id: the object, held so that no other takes over its id, and its file ("": torch's or segue's).
 _known: dict[int, tuple[CodeType, str]] = {}

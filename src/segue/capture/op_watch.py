@@ -147,7 +147,7 @@ class OpWatch(_torch.WatchingMode):
             return  # without storage: a sparse one, or a wrapper, whose inner tensors come next
         if address in self._made or value.layout is not torch.strided:
             return
-        if self.pool.owns(value, look=False):
+        if self.pool.owns(value, look=_source_lines.in_compiled_code()):
             self.prove(value, op.name)
             return
         external = External(value.detach(), value, op.name, _source_lines.caller(), self.segment)
@@ -209,7 +209,7 @@ class OpWatch(_torch.WatchingMode):
         address = _torch.storage_span(t)[0]
         if address in self._made:
             return
-        if not _inside(address, self._before) and _inside(address, self.pool.blocks()):
+        if not _inside(address, self._before) and (_source_lines.in_compiled_code() or _inside(address, self.pool.blocks())):
             self._made.add(address)
             return
         maker = next((f"{name} made it" for a, (n, name) in _makers.get(self.pool, {}).items() if a <= address < a + n), None)
