@@ -174,8 +174,9 @@ class BreakableCapture:
                 self._end(launch=False)
                 first = self._op_watch.error
             if first is None:
-                self._program = self._finish()
-                self._launch()
+                externals = self._prove()
+                self._launch()  # a segment's first launch decides how it is launched from then on, so before the program is made
+                self._program = Program(self._steps, externals, self.pool, self.rows, self.name)
                 for fn in self._at_end:
                     fn()
         except BaseException as e:
@@ -306,12 +307,12 @@ class BreakableCapture:
         }[self._status]
         return ReplayError(f"{self.name} can't be replayed: it {why}.")
 
-    def _finish(self) -> Program:
+    def _prove(self) -> Externals:
+        """See, before the last segments are launched, that nothing in them belongs to another capture."""
         baked = {path: held for s in self._steps if isinstance(s, Break) for path, held in s.bound.context_tensors.items()}
         self._op_watch.claim()
         self._counts = self.graphs, self.breaks
-        externals = Externals(self.externals, self._root, baked, self._defer_checks and self._op_watch.harmless)
-        return Program(self._steps, externals, self.pool, self.rows, self.name)
+        return Externals(self.externals, self._root, baked, self._defer_checks and self._op_watch.harmless)
 
     def _begin(self) -> None:
         forget_casts()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -106,6 +107,19 @@ def compile_dynamic(
     if on_failure not in ("raise", "eager"):
         raise UsageError(f'on_failure={on_failure!r} is neither "raise" nor "eager"')
     return Compiled(fn, token_dim, on_failure == "eager")
+
+
+def as_input(t: Tensor, token_dim: int) -> Tensor:
+    """``t`` as compiled code should get it that goes on after eager code: a plain tensor of any number of tokens.
+
+    Without dynamo in the process, and where compiled code runs as its Python, it is ``t`` itself.
+    """
+    if "torch._dynamo" not in sys.modules or not devices.runs_compiled(t.device):
+        return t
+    with _torch.dispatch_modes_off():
+        plain = _torch.alias(t)
+    _torch.mark_dynamic(plain, token_dim)
+    return plain
 
 
 def _tensors(value: Any) -> Any:

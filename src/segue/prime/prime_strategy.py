@@ -13,6 +13,7 @@ from segue import _torch
 from segue.capture import current_forward_ctx
 from segue.errors import ReplayError
 from segue.prime.copyout import CopyOut
+from segue.prime.cuts import marks
 from segue.prime.fixed_inputs import Offsets
 from segue.prime.requests import packed_offsets
 from segue.prime.scratch_forward import Results, ScratchForward
@@ -51,6 +52,7 @@ class PrimeStrategy:
         self.trunk, self.requests, self.cuts = trunk, requests, cuts
         self._fresh, self._x, self._most_rows = fresh, x, most_rows
         self._programs: weakref.WeakSet[_PrimeProgram] = weakref.WeakSet()
+        self._marked: int | None = None  # marks of the forward, which its warm-up has counted
         self._shared: weakref.ref[_SharedScratch] | None = None  # goes with the last graph that fills it
 
     @property
@@ -99,7 +101,10 @@ class PrimeStrategy:
             scratch = self.trunk.new_cache(x.shape[0], self.requests)
         forward = self._forward(x, scratch, f"reference of {x.shape[0]} rows")
         prompts = self._begin(forward)
+        marks.begin()
         (hidden,) = forward.forward()
+        self._marked = marks.end()
+        forward.offsets.check(forward.name)
         _fill_sessions(forward, prompts)
         return hidden
 
@@ -119,7 +124,7 @@ class PrimeStrategy:
 
             return finished
 
-        forward.capture(self.cuts, job.pool, job.stream, at_end)
+        forward.capture(self.cuts, job.pool, job.stream, at_end, self._marked)
         if forward.measured:
             self.cuts = forward.cuts
         program = _PrimeProgram(self, forward, job.tokens, kept)

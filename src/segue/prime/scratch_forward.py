@@ -79,7 +79,9 @@ class ScratchForward:
         self.trunk.reset(self.scratch)
         return self.forward()
 
-    def capture(self, cuts: Sequence[int] | None, pool: Pool, stream: Any, at_end: AtEnd | None = None) -> None:
+    def capture(
+        self, cuts: Sequence[int] | None, pool: Pool, stream: Any, at_end: AtEnd | None = None, marked: int | None = None
+    ) -> None:
         """Warm up and record.
 
         Args:
@@ -87,13 +89,15 @@ class ScratchForward:
                 recorded and measured, and the quickest is kept.
             at_end: gets the results while they are recorded. What it returns is called when the forward has run whole,
                 and while nobody else can replay in the pool.
+            marked: how many marks the forward has, where it has been warmed up already.
 
         Raises:
             CaptureError: the forward can't be in a graph. UsageError: it met a break point or wrote ``cu_seqlens``, or a cut is
             no mark.
         """
-        marked = self._warm_up(pool, stream)
-        self.offsets.check(self.name)
+        if marked is None:
+            marked = self._warm_up(pool, stream)
+            self.offsets.check(self.name)
         root = Places(Prime(self.trunk, self.scratch, self.x, self.offsets.cu_seqlens))  # one walk for all recordings
         results: dict[BreakableCapture, Results] = {}
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from segue import _torch
 from segue.capture.break_points import break_point
+from segue.capture.compiled import as_input
 from segue.capture.thread_state import current_forward_ctx
 from segue.integrations.transformers import names
 
@@ -137,7 +138,8 @@ def attention_forward(
     ``query`` [1, H, N, D], ``key`` and ``value`` [1, Hkv, N, D]. Returns [1, N, H, D], and None for the weights.
     """
     if _redirect.to is not None:
-        return _redirect.to(module, query, key, value, **options)  # type: ignore[no-any-return]
+        out, weights = _redirect.to(module, query, key, value, **options)
+        return as_input(out, 1), weights
     for name in _LIVE:
         options.pop(name, None)
     return attend(query, key, value, module, **options), None
