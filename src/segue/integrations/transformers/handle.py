@@ -22,7 +22,16 @@ from segue.integrations.transformers.base_handle import Handle
 from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.decoder_calls import DecoderCall, DecoderCallReader
 from segue.integrations.transformers.decoder_forward import Body, ForwardPatch
+from segue.integrations.transformers.first_token import (
+    FirstTokenGraphs,
+    ModelAround,
+    TokenTrunk,
+    asks_for_one_row,
+    is_first_token,
+    is_plain_head,
+)
 from segue.integrations.transformers.module_snapshot import ModuleSnapshot
+from segue.integrations.transformers.prime_trunk import not_causal
 from segue.prime.prime_strategy import PrimeStrategy
 from segue.runner import Breakable, CapturedForward, Decision, GraphRunner, Input, Job, Ladder
 from segue.runner.memory_budget import mib
@@ -84,8 +93,14 @@ class Accelerated(Handle):
             device=self._device if device is None else device,
             strategies=[*([self._prime] if self._prime else []), self._strategy],
         )
-        self._patch = ForwardPatch(decoder, self._serve)
-        self._patch.apply()
+        self._first_tokens, self._around = self._first_token_graphs(), None
+        self._patches = [ForwardPatch(decoder, self._serve)]
+        if self._first_tokens is not None:
+            self._around = ModelAround(model, decoder)
+            self._model_forward: Callable[..., Any] = model.forward
+            self._patches.append(ForwardPatch(model, self._serve_model))
+        for patch in self._patches:
+            patch.apply()
 
     @property
     def runner(self) -> GraphRunner:
@@ -104,7 +119,8 @@ class Accelerated(Handle):
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the scratch caches that prime graphs fill, beside the graphs' own memory."""
-        return 0 if self._prime is None else self._prime.scratch_bytes
+        parts = (self._prime, self._first_tokens)
+        return sum(part.scratch_bytes for part in parts if part is not None)
 
     def capture(self) -> CaptureSummary:
         """Capture the whole ladder now, largest bucket first, instead of each bucket at its second call.
@@ -124,8 +140,8 @@ class Accelerated(Handle):
             start, compiled = time.perf_counter(), self._compile_seconds
             summary = self._runner.capture(x, ids[0], ctx=self._capture_context(1))
             more = []
-            if self._prime is not None and not self._runner.disabled:
-                more.append(self._capture_primes(self._prime, x))
+            if not self._runner.disabled and (self._first_tokens is not None or self._prime is not None):
+                more.append(self._capture_primes(x))
             seconds, compiling = time.perf_counter() - start, self._compile_seconds - compiled
             if self._compiled is not None:
                 more.append(f"in all {seconds:.1f} s, of which {compiling:.1f} s compiling")
@@ -149,6 +165,9 @@ class Accelerated(Handle):
                 self._compiled.take_in()
             self._probe()
             self._runner.recapture()
+            if self._first_tokens is not None:
+                self._first_tokens.close()
+                self._around = ModelAround(self._model, self._decoder)
             self._strategy.captured.clear()
             self._snapshot.accept()
 
@@ -162,7 +181,10 @@ class Accelerated(Handle):
         if self._restored:
             return
         self._restored = True
-        self._patch.undo()
+        for patch in self._patches:
+            patch.undo()
+        if self._first_tokens is not None:
+            self._first_tokens.close()
         self._runner.close()
 
     def _reference(self) -> Callable[..., Any]:
@@ -196,6 +218,66 @@ class Accelerated(Handle):
         if decision.bucket is None:
             return self._untouched_forward(decision.reason, args, kwargs)
         return self._graphed(call, self._here.run, decision)
+
+    def _serve_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of the whole model: the first token of a fresh prompt by one graph, everything else by the model's own forward,
+        whose decoder is served by :meth:`_serve`."""
+        given = asks_for_one_row(args, kwargs)
+        if given is not None and not torch.compiler.is_compiling():
+            with self._one_at_a_time:
+                out = self._first_token(given)
+            if out is not None:
+                return out
+        return self._model_forward(*args, **kwargs)
+
+    def _first_token(self, given: dict[str, Any]) -> Any:
+        """The model's output for a fresh prompt, out of one graph; None where that can't serve it."""
+        here, graphs = self._here, self._first_tokens
+        if here.untouched or here.without_prime or here.run is not None or environment.disabled() or graphs is None:
+            return None
+        self._check_usable()
+        call = self._reader.read((), given)
+        if isinstance(call, str) or not is_first_token(call, names.cache_type(), {names.growing_layers()[0]}):
+            return None
+        assert call.input_ids is not None and self._around is not None
+        if (
+            (torch.is_grad_enabled() and any(p.requires_grad for p in self._decoder.parameters()))
+            or torch.is_autocast_enabled(self._device.type)
+            or self._snapshot.reason() is not None
+            or not self._around.unchanged()
+            or self._implementation.name != "sdpa"
+            or not_causal(self._decoder) is not None
+        ):
+            return None
+        decision = self._runner.admit(call.tokens, strategy=PrimeStrategy.name)
+        if decision.bucket is None:
+            return None
+        cache = names.new_cache(self._decoder.config) if call.cache is None else call.cache
+        logits = graphs.run(call.input_ids[0], cache, decision.bucket)
+        if logits is None:
+            return None
+        return self._model_output(logits=logits[:, None], **{self._model_cache_name: cache})
+
+    def _first_token_graphs(self) -> FirstTokenGraphs | None:
+        """Where prime serves the model and its head is plain: from ids to logits."""
+        decoder, model = self._decoder, self._model
+        if self._prime is None or model is decoder:
+            return None
+        ids = torch.tensor([[0, min(1, decoder.get_input_embeddings().num_embeddings - 1)]], device=self._device)
+        self._model_cache_name = names.cache_name(model.forward)
+        try:
+            with torch.no_grad():
+                out = model.forward(input_ids=ids, use_cache=True, logits_to_keep=1)
+                hidden = decoder.forward(input_ids=ids, use_cache=True).last_hidden_state
+        except (TypeError, ValueError):  # its forward doesn't know logits_to_keep
+            return None
+        if not is_plain_head(model, out, hidden, self._model_cache_name):
+            return None
+        self._model_output: Any = type(out)
+        buckets = self._runner.prepare()
+        trunk = TokenTrunk(model, decoder=decoder, forward=self._forward, layers=self._compiled, rows=self._runner.ladder.max)
+        recorder = buckets.recorder
+        return FirstTokenGraphs(trunk, self._runner.ladder, recorder.device, recorder.pool, recorder.counters)
 
     def _untouched_forward(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._untouched[reason] += 1
@@ -251,17 +333,28 @@ class Accelerated(Handle):
     def _compile_seconds(self) -> float:
         return 0.0 if self._compiled is None else self._compiled.seconds
 
-    def _capture_primes(self, prime: PrimeStrategy, x: Tensor) -> str:
-        """The ladder once more, for fresh prompts; ``x`` [1, D]. Returns what was done, as text."""
-        buckets, start = sorted(self._runner.ladder, reverse=True), time.perf_counter()
+    def _capture_primes(self, x: Tensor) -> str:
+        """The ladder once more, for fresh prompts; ``x`` [1, D]. Returns what was done, as text.
+
+        Where the model's own forward is served too, its graphs are captured, from ids to one row of logits. Those of the decoder
+        alone then wait for somebody who asks for more rows.
+        """
+        prime, first_tokens, start = self._prime, self._first_tokens, time.perf_counter()
+        buckets = sorted(self._runner.ladder, reverse=True) if first_tokens is None else first_tokens.order()
         progress = Progress(len(buckets), self._runner.progress)
         with progress.showing():
             for bucket in buckets:
                 progress.bucket(bucket, _torch.free_bytes(self._device))
-                self._capture_prime(prime, bucket, x.expand(bucket, -1))
+                if first_tokens is None:
+                    assert prime is not None
+                    self._capture_prime(prime, bucket, x.expand(bucket, -1))
+                elif self._runner.admit(bucket).bucket == bucket:
+                    first_tokens.capture(bucket)
                 progress.done()
-        count, seconds = len(prime.captured), time.perf_counter() - start
-        return f"captured {count} prime graphs in {seconds:.1f} s; {mib(prime.scratch_bytes)} scratch cache"
+        graphs = prime if first_tokens is None else first_tokens
+        assert graphs is not None
+        count, seconds = len(graphs.captured), time.perf_counter() - start
+        return f"captured {count} prime graphs in {seconds:.1f} s; {mib(graphs.scratch_bytes)} scratch cache"
 
     def _capture_prime(self, prime: PrimeStrategy, bucket: int, x: Tensor) -> None:
         """Warm up and capture one bucket on a prompt ``x`` [bucket, D] for a throwaway cache.
