@@ -208,11 +208,6 @@ def skip_in_dynamo(code: CodeType) -> None:
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
-def mark_dynamic(t: Tensor, dim: int) -> None:
-    """Have dynamo compile for any size of this dimension, if the function that it compiles allows it. Imports dynamo."""
-    torch._dynamo.maybe_mark_dynamic(t, dim)
-
-
 def compiled_graphs() -> int:
     """How many graphs dynamo has compiled in this process."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

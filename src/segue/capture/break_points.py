@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -242,8 +241,6 @@ class Break:
                 argument_memory=(owned or _in(value, memory)) and not contexts.find_memory(value), own_memory=owned,
                 cut_memory=(owned and state.asked_rows) or _in(value, cut), allocate=allocate, path=path, where=self.where,
             )  # fmt: skip
-            if handoff.dim is not None and "torch._dynamo" in sys.modules:
-                _torch.mark_dynamic(kept, handoff.dim)  # compiled code that goes on with it is to take any number of tokens
             self._weaken(handoff)
             handoffs.append(handoff)
             last: list[Any] = []

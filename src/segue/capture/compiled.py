@@ -24,21 +24,20 @@ class Compiled:
     ``seconds``: what compiling has taken so far. ``failed``: why it runs as its Python, if compiling failed.
     """
 
-    def __init__(self, fn: Callable[..., Any], token_dim: int, retry: bool) -> None:
+    def __init__(self, fn: Callable[..., Any], retry: bool) -> None:
         functools.update_wrapper(self, fn, updated=())
         self._torchdynamo_orig_callable = fn  # as on every compiled function: whoever looks for compiled code finds this
-        self._fn, self._dim, self._retry = fn, token_dim, retry
+        self._fn, self._retry = fn, retry
         self._run: Callable[..., Any] | None = None
         self.seconds, self.failed = 0.0, ""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tokens = next(_tensors((args, kwargs)), None)
-        if tokens is None or self.failed or torch.compiler.is_compiling() or not devices.runs_compiled(tokens.device):
+        first = next(_tensors((args, kwargs)), None)
+        if first is None or self.failed or torch.compiler.is_compiling() or not devices.runs_compiled(first.device):
             return self._fn(*args, **kwargs)
         if self._run is None:
-            self._run = torch.compile(self._fn, dynamic=False)
-        rows = tokens.shape[self._dim]
-        args, kwargs = self._marked(args, rows), self._marked(kwargs, rows)
+            self._run = torch.compile(self._fn, dynamic=True)
+        args, kwargs = _plain(args), _plain(kwargs)
         graphs, start = _torch.compiled_graphs(), time.perf_counter()
         try:
             return self._run(*args, **kwargs)
@@ -50,26 +49,6 @@ class Compiled:
         finally:
             if _torch.compiled_graphs() != graphs:
                 self.seconds += time.perf_counter() - start
-
-    def _marked(self, value: Any, rows: int) -> Any:
-        """The same structure around plain aliases of its tensors, whose token dimension is marked as dynamic.
-
-        Compiled code guards on whether a tensor is an inference tensor. What a forward makes is one, what it is given is not, and
-        what a break hands on is one at times: as aliases all are alike, and nothing is compiled twice for it.
-        """
-        if isinstance(value, Tensor):
-            if value.layout is not torch.strided:
-                return value
-            with _torch.dispatch_modes_off():
-                alias = _torch.alias(value)
-            if -alias.dim() <= self._dim < alias.dim() and alias.shape[self._dim] == rows:
-                _torch.mark_dynamic(alias, self._dim % alias.dim())
-            return alias
-        if type(value) in (tuple, list):
-            return type(value)(self._marked(v, rows) for v in value)
-        if type(value) is dict:
-            return {k: self._marked(v, rows) for k, v in value.items()}
-        return value
 
     def _give_up(self, error: Exception) -> None:
         first = (str(error).strip().splitlines() or ["no reason given"])[0]
@@ -83,9 +62,7 @@ class Compiled:
         log.warning("segue: %s It runs as its Python from now on, with the kernels that that launches", text)
 
 
-def compile_dynamic(
-    fn: Callable[..., Any], token_dim: int = 0, *, on_failure: Literal["raise", "eager"] = "raise"
-) -> Compiled:
+def compile_dynamic(fn: Callable[..., Any], *, on_failure: Literal["raise", "eager"] = "raise") -> Compiled:
     """Compile a function of tensors once, for every number of tokens, so that it can be captured in every bucket.
 
     Call the result where ``fn`` was called, inside a :class:`~segue.GraphRunner`'s function or a trunk. The warm-up of the first
@@ -93,10 +70,11 @@ def compile_dynamic(
     emulator it runs as its Python, with the same answers. Fused kernels round differently than the ops one by one: what a replay
     equals bit for bit is the compiled function.
 
+    Dynamo takes two sizes that are equal at the first call for one size, and a size of 1 for a constant. So the first number of
+    tokens should be above 1 and equal no other size in the function; otherwise it is compiled once more for another number.
+
     Args:
         fn: a function or method over tensors; a module's ``forward``.
-        token_dim: the dimension with one row a token, of the first tensor among the arguments and of every other tensor that has
-            as many rows there. All other sizes are compiled as they are. A single row is compiled apart from all other counts.
         on_failure: ``"eager"``: where it can't be compiled it runs as its Python, which is logged once.
 
     Raises:
@@ -106,20 +84,28 @@ def compile_dynamic(
         raise UsageError(f"compile_dynamic compiles a function; got a {type(fn).__qualname__}")
     if on_failure not in ("raise", "eager"):
         raise UsageError(f'on_failure={on_failure!r} is neither "raise" nor "eager"')
-    return Compiled(fn, token_dim, on_failure == "eager")
+    return Compiled(fn, on_failure == "eager")
 
 
-def as_input(t: Tensor, token_dim: int) -> Tensor:
-    """``t`` as compiled code should get it that goes on after eager code: a plain tensor of any number of tokens.
+def as_input(t: Tensor) -> Tensor:
+    """``t`` as compiled code should get it that goes on after eager code: a plain tensor.
 
-    Without dynamo in the process, and where compiled code runs as its Python, it is ``t`` itself.
+    Compiled code guards on whether a tensor is an inference tensor. What a forward makes is one, what it is given is not, and
+    what a break hands on is one at times: as plain aliases all are alike, and nothing is compiled twice for it. Without dynamo in
+    the process, and where compiled code runs as its Python, it is ``t`` itself.
     """
-    if "torch._dynamo" not in sys.modules or not devices.runs_compiled(t.device):
+    if "torch._dynamo" not in sys.modules or t.layout is not torch.strided or not devices.runs_compiled(t.device):
         return t
     with _torch.dispatch_modes_off():
-        plain = _torch.alias(t)
-    _torch.mark_dynamic(plain, token_dim)
-    return plain
+        return _torch.alias(t)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return as_input(value)
+    if type(value) in (tuple, list):
+        return type(value)(_plain(v) for v in value)
+    return {k: _plain(v) for k, v in value.items()} if type(value) is dict else value
 
 
 def _tensors(value: Any) -> Any:

@@ -11,6 +11,31 @@ from types import FrameType
 
 import torch
 
+
+class _Collecting(threading.local):
+    done = False  # in a block of collected_once()
+
+
+_collecting = _Collecting()
+
+
+def collect_garbage() -> None:
+    """Let old graphs in reference cycles go now, not while another is being recorded. It takes up to 0.2 s."""
+    if not _collecting.done:
+        gc.collect()
+
+
+@contextmanager
+def collected_once() -> Iterator[None]:
+    """Within this block, in which many captures are made, garbage is collected once, at its beginning."""
+    collect_garbage()
+    before, _collecting.done = _collecting.done, True
+    try:
+        yield
+    finally:
+        _collecting.done = before
+
+
 one_capture = threading.Lock()  # compile stance, gc and "capturing" are process-wide, so captures take turns
 
 

@@ -5,7 +5,6 @@ Both ways to use prime graphs, :class:`~segue.PrimeGraph` and the runner's prime
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from segue import _source_lines, _torch
 from segue.capture import BreakableCapture, weak_ref_tensor
-from segue.capture.isolation import one_capture
+from segue.capture.isolation import collect_garbage, one_capture
 from segue.capture.object_graph import Places
 from segue.devices import Pool
 from segue.errors import CaptureError, SegueError, UsageError
@@ -169,7 +168,7 @@ class ScratchForward:
 
     def _warm_up(self, pool: Pool, stream: Any) -> int:
         """Run eagerly on the capture stream, as libraries set themselves up there. Returns the number of marks."""
-        gc.collect()  # old graphs in reference cycles go now, not while another is being recorded
+        collect_garbage()
         with one_capture, pool.turn(), pool.device.session(pool, stream), torch.inference_mode():
             marks.begin()
             self.run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -192,11 +191,6 @@ def may_capture() -> bool:
     more.
     """
     return not state.pools and state.capture is None and not getattr(_warming, "on", False)
-
-
-def collect_garbage() -> None:
-    """Old graphs in reference cycles go now, not while another is being recorded."""
-    gc.collect()
 
 
 def example_rows(call: Call, binder: Binder, valid: int) -> Call:

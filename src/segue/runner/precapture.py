@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from segue import _torch
+from segue.capture.isolation import collect_garbage
 from segue.capture.object_graph import plain_values
 from segue.errors import UsageError
-from segue.runner.bucket_recorder import collect_garbage, example_rows, synthetic
+from segue.runner.bucket_recorder import example_rows, synthetic
 from segue.runner.buckets import Buckets, RunsEager
 from segue.runner.calls import Binder, Call
 from segue.runner.captured_bucket import CapturedBucket

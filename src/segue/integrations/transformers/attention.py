@@ -139,7 +139,7 @@ def attention_forward(
     """
     if _redirect.to is not None:
         out, weights = _redirect.to(module, query, key, value, **options)
-        return as_input(out, 1), weights
+        return as_input(out), weights
     for name in _LIVE:
         options.pop(name, None)
     return attend(query, key, value, module, **options), None

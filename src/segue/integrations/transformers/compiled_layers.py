@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -9,8 +10,6 @@ from typing import Any, Literal
 from torch import nn
 
 from segue.capture.compiled import Compiled, compile_dynamic
-
-_TOKEN_DIM = 1  # of hidden states, rotary embeddings and positions alike: [1, N, ...]
 
 
 class CompiledLayers:
@@ -22,16 +21,25 @@ class CompiledLayers:
     def __init__(self, decoder: Any, on_failure: Literal["raise", "eager"]) -> None:
         self._decoder = decoder
         self._on_failure: Literal["raise", "eager"] = on_failure
+        self.warm = False  # they have run at a number of tokens that no other size equals
         self._earlier = 0.0  # what compiling took for layers that are there no more
         self._forwards: list[tuple[nn.Module, Compiled]] = []
         self.take_in()
 
     def take_in(self) -> None:
         """Compile the layers that the decoder has now, when they are called next."""
-        self._earlier = self.seconds
+        self._earlier, self.warm = self.seconds, False
         norm = getattr(self._decoder, "norm", None)
         modules = [*self._decoder.layers, *([norm] if isinstance(norm, nn.Module) else [])]
-        self._forwards = [(m, compile_dynamic(m.forward, _TOKEN_DIM, on_failure=self._on_failure)) for m in modules]
+        self._forwards = [(m, compile_dynamic(m.forward, on_failure=self._on_failure)) for m in modules]
+
+    @property
+    def tokens_to_compile_at(self) -> int:
+        """A number of tokens that equals no size of a weight, nor a number of heads: dynamo would take the two for one size."""
+        config = vars(self._decoder.config)
+        sizes = {n for p in self._decoder.parameters() for n in p.shape} | {v for v in config.values() if isinstance(v, int)}
+        sizes |= {n // d for n in sizes for d in sizes if d and n % d == 0}
+        return next(n for n in itertools.count(37) if n not in sizes)
 
     @property
     def seconds(self) -> float:

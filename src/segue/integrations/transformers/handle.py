@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from segue import _torch, environment
-from segue.capture.thread_state import active_forward
+from segue.capture.isolation import collected_once
+from segue.capture.thread_state import active_forward, reference_frame
 from segue.errors import UsageError
 from segue.integrations.transformers import checks, names, prime_admission, reasons
 from segue.integrations.transformers.attention import NAME, AttentionName, Forward, attention_forward
@@ -135,9 +136,10 @@ class Accelerated(Handle):
         if (reason := self._snapshot.reason()) is not None:
             raise UsageError(f"nothing is captured, as no graph would run {reason}. Remove a hook, undo another change.")
         ids = torch.zeros(1, 1, dtype=torch.long, device=self._device)
-        with self._one_at_a_time, torch.inference_mode():
+        with self._one_at_a_time, torch.inference_mode(), collected_once():
             x = self._decoder.get_input_embeddings()(ids)[0]
             start, compiled = time.perf_counter(), self._compile_seconds
+            self._compile()
             summary = self._runner.capture(x, ids[0], ctx=self._capture_context(1))
             more = []
             if not self._runner.disabled and (self._first_tokens is not None or self._prime is not None):
@@ -253,6 +255,7 @@ class Accelerated(Handle):
         if decision.bucket is None:
             return None
         cache = names.new_cache(self._decoder.config) if call.cache is None else call.cache
+        self._compile()
         logits = graphs.run(call.input_ids[0], cache, decision.bucket)
         if logits is None:
             return None
@@ -299,6 +302,7 @@ class Accelerated(Handle):
         flat = positions.expand(call.batch, call.length).reshape(call.tokens).long()
         if run is None:
             assert decision is not None
+            self._compile()
             if ctx.fresh:
                 decision = Decision(decision.bucket, PrimeStrategy.name, decision.reason)
             hidden = self._runner(x, flat, ctx=ctx, decision=decision)
@@ -328,6 +332,20 @@ class Accelerated(Handle):
         prime = self._prime is not None and not self._here.without_prime
         ctx.fresh = prime and prime_admission.is_fresh(ctx, call.position_ids, self._decoder)
         return ctx
+
+    def _compile(self) -> None:
+        """Compile the layers, if that is due, by a forward of their own. It has no cache, so it leaves nothing."""
+        layers = self._compiled
+        if layers is None or layers.warm:
+            return
+        layers.warm, n = True, layers.tokens_to_compile_at
+        with torch.inference_mode(False), torch.no_grad():
+            x = self._decoder.get_input_embeddings().weight[:1].expand(n, -1).clone()
+            positions = torch.arange(n, device=self._device)
+        ctx = self._capture_context(n)
+        with torch.inference_mode(), active_forward(ctx), reference_frame(n, n):
+            for _ in range(2):  # the second layer's inputs are what the first has made
+                self._body(x, positions)
 
     @property
     def _compile_seconds(self) -> float:
