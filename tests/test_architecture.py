@@ -32,7 +32,7 @@ def test_data_goes_one_way_and_nobody_takes_what_is_private_to_others() -> None:
             "circle: ",
         ),
         ("check/compare.py", "from segue.capture.program import _run", "private import: segue.check.compare takes _run"),
-        ("check/compare.py", "def peek(runner): return runner._settle(())", "private attribute: segue.check.compare"),
+        ("check/compare.py", "def peek(runner): return runner._fall_back(())", "private attribute: segue.check.compare"),
     ],
 )
 def test_what_breaks_the_layers_is_named(tmp_path: Path, file: str, line: str, found: str) -> None:

@@ -1,4 +1,4 @@
-"""Nested values as data: taken apart once at capture, checked in one pass at every replay."""
+"""Nested values: a structure is taken apart once, at capture, and compared in one pass at every replay."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ class StructureChanged(Exception):
 
 
 class Branch:
-    """A container at a place of a structure: at replay it must have the same type and keys, and its children are taken."""
+    """Takes a container at a place of a structure: at a replay it must have the same type and keys, and its children are taken.
+
+    Raises:
+        StructureChanged: when called with another container.
+    """
 
     __slots__ = ("_keys", "_path", "_type", "children")
 
