@@ -1,4 +1,4 @@
-"""A runner's numbers for Prometheus. Needs the extra ``segue-graphs[prometheus]``."""
+"""A collector of runners' numbers for Prometheus. It needs the extra ``segue-graphs[prometheus]``."""
 
 from __future__ import annotations
 

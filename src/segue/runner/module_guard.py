@@ -1,4 +1,4 @@
-"""What the modules behind a forward must be: in evaluation mode, on the runner's device, and without gradients to record."""
+"""Checks of the modules behind a runner's function: evaluation mode, the runner's device, and no gradients to record."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _requires_grad = attrgetter("requires_grad")
 class ModuleGuard:
     """The ``nn.Module`` that a function is, or is a method of, and the modules and tensors that it reaches by name.
 
-    ``root`` is None where there is none. Of modules that the function only reaches, those matter whose code asks for their
-    mode: a ``Linear`` that was never put in evaluation mode computes the same.
+    ``root``: the module that the function is, or is a method of; None if there is none. Of the other modules those matter whose
+    code reads ``training``: a ``Linear`` that was never put in evaluation mode computes the same.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
         self._modules: list[tuple[str, nn.Module]] = []
         self._tensors: list[tuple[str, Tensor]] = []
-        self._modes: list[dict[str, Any]] | None = None  # of modules, where they keep it: read at every call
+        self._modes: list[dict[str, Any]] | None = None  # the dicts of modules, which hold their modes and are read at every call
         self._held: list[Tensor] = []
         while isinstance(fn, functools.partial):
             fn = fn.func
@@ -39,12 +39,12 @@ class ModuleGuard:
 
     @property
     def device(self) -> torch.device | None:
-        """Where its first parameter is."""
+        """The device of the root's first parameter; None without one."""
         first = None if self.root is None else next(self.root.parameters(), None)
         return None if first is None else first.device
 
     def look(self) -> None:
-        """What every call looks at, quickly: the modules and tensors that the last :meth:`check` found.
+        """Check quickly, at every call, the modules and tensors that the last :meth:`check` found.
 
         Raises:
             UsageError: one is in training mode. InputError: grad mode is on and one requires grad.
@@ -53,7 +53,7 @@ class ModuleGuard:
         if modes is None:
             modes = self._find()
         if modes and any(map(_in_training, modes)):
-            raise next(self._trains(m, name) for name, m in self._modules if m.training)
+            raise next(self._mode_error(m, name) for name, m in self._modules if m.training)
         if self._held and torch.is_grad_enabled() and any(map(_requires_grad, self._held)):
             name = next(name for name, t in self._tensors if t.requires_grad)
             raise InputError(
@@ -62,7 +62,8 @@ class ModuleGuard:
             )
 
     def check(self, place: torch.device) -> None:
-        """Look at every submodule, parameter and buffer anew. For warm-up and capture; a call takes a quick :meth:`look`.
+        """Find every submodule, parameter and buffer anew, and check them. Warm-up and capture need this; a call takes
+        :meth:`look`.
 
         Raises:
             UsageError: one is in training mode, or on another device than ``place``.
@@ -70,29 +71,33 @@ class ModuleGuard:
         self.check_place(place)
         for name, child in () if self.root is None else self.root.named_modules():
             if child.training:
-                raise _training(child, name)
+                raise _training_error(child, name)
         self._find()
         for name, child in self._modules:
             if child.training:
-                raise self._trains(child, name)
+                raise self._mode_error(child, name)
 
     def forget(self) -> None:
-        """Hold nothing any more."""
+        """Let go of all modules and tensors that were found."""
         self._modules, self._tensors, self._modes, self._held = [], [], None, []
 
-    def _trains(self, module: nn.Module, name: str) -> UsageError:
-        return _training(module, "" if module is self.root else name)
+    def _mode_error(self, module: nn.Module, name: str) -> UsageError:
+        return _training_error(module, "" if module is self.root else name)
 
     def _find(self) -> list[dict[str, Any]]:
         found = list(reached(self._fn))
-        self._modules = [(name, m) for name, m in found if isinstance(m, nn.Module) and (m is self.root or _asks(m))]
+        self._modules = [(name, m) for name, m in found if isinstance(m, nn.Module) and (m is self.root or _mode_matters(m))]
         self._tensors = [(name, t) for name, t in found if isinstance(t, Tensor)]
         self._held = [t for _, t in self._tensors]
         self._modes = modes = [m.__dict__ for _, m in self._modules if "training" in m.__dict__]
         return modes
 
     def check_place(self, place: torch.device) -> None:
-        """Look at every parameter and buffer."""
+        """Check that every parameter and buffer of the root is on ``place``.
+
+        Raises:
+            UsageError: one is on another device.
+        """
         if self.root is None:
             return
         for name, t in (*self.root.named_parameters(), *self.root.named_buffers()):
@@ -102,26 +107,26 @@ class ModuleGuard:
                 )
 
 
-def _asks(module: nn.Module) -> bool:
-    """Whether the mode of a module can make a difference: its class looks at ``training``, or its forward was replaced."""
+def _mode_matters(module: nn.Module) -> bool:
+    """Whether the mode of a module can make a difference: its class reads ``training``, or its forward was replaced."""
     cls: Any = type(module)
-    return "forward" in module.__dict__ or _class_asks(cls)
+    return "forward" in module.__dict__ or _class_reads_mode(cls)
 
 
 @functools.lru_cache(maxsize=4096)
-def _class_asks(cls: type[nn.Module]) -> bool:
+def _class_reads_mode(cls: type[nn.Module]) -> bool:
     own = cls.__mro__[: cls.__mro__.index(nn.Module)]
     functions = [inspect.unwrap(f) for c in own for f in vars(c).values() if isinstance(f, FunctionType)]
-    return any(_mentions(f.__code__) for f in functions if isinstance(f, FunctionType))
+    return any(_code_reads_mode(f.__code__) for f in functions if isinstance(f, FunctionType))
 
 
-def _mentions(code: CodeType) -> bool:
+def _code_reads_mode(code: CodeType) -> bool:
     return "training" in code.co_names or any(
-        _mentions(c) if isinstance(c, CodeType) else isinstance(c, str) and c == "training" for c in code.co_consts
+        _code_reads_mode(c) if isinstance(c, CodeType) else isinstance(c, str) and c == "training" for c in code.co_consts
     )
 
 
-def _training(module: nn.Module, name: str) -> UsageError:
+def _training_error(module: nn.Module, name: str) -> UsageError:
     who = type(module).__qualname__ + (f" {name!r}" if name else "")
     return UsageError(
         f"{who} is in training mode: dropout and batch statistics would be frozen into the graphs. "
