@@ -102,7 +102,7 @@ def parts_of(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def around(value: Any, keys: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """How to make containers of the type of ``value`` around children at ``keys``. Doesn't hold ``value``."""
+    """A function that makes containers of the type of ``value`` around children at ``keys``. It doesn't hold ``value``."""
     cls: Any = type(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return lambda children: cls(*children)

@@ -79,7 +79,7 @@ class Place:
         self.subscript = isinstance(holder, dict | list | tuple)
 
     def get(self) -> Any:
-        """What is there now; None if nothing is."""
+        """The value that is there now; None if there is none."""
         try:
             return self.holder[self.key] if self.subscript else getattr(self.holder, self.key)
         except (KeyError, IndexError, AttributeError, ValueError):
@@ -135,7 +135,7 @@ class Places:
         self.look_again()
 
     def look_again(self) -> None:
-        """Walk once more."""
+        """Walk from the root once more, and replace what was found before."""
         self._found: dict[int, Place] = {}
         self.compiled = self._root is not None and _is_compiled(self._root)
         for place, value in walk(self._root) if self._root is not None else ():

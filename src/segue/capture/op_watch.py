@@ -92,13 +92,13 @@ class OpWatch(_torch.WatchingMode):
         self._record: Callable[..., Any] = _no_recording
 
     def begin_segment(self, recording: Recording, number: int) -> None:
-        """Pass what follows to ``recording``."""
+        """Pass the ops that follow to ``recording``, that of segment ``number``."""
         recording.reenter = self
         self.recording, self.segment = recording, number
         self._record = recording.run if self._observer is None else _observed(self._observer, recording)
 
     def leave(self) -> None:
-        """Pass nothing on any more."""
+        """Stop passing ops on: the segment has ended."""
         self.recording, self._record = None, _no_recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

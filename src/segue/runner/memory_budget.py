@@ -17,7 +17,7 @@ class Cost:
 
     @property
     def total(self) -> int:
-        """Both together."""
+        """Bytes of both together."""
         return self.pool + self.driver
 
     def __str__(self) -> str:

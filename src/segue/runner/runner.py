@@ -221,7 +221,7 @@ class GraphRunner:
             return layout.give(call.tokens, call.requests)
 
     def capture(self, *args: Any, ctx: Any = None, **kwargs: Any) -> CaptureSummary:
-        """Capture the whole ladder, largest first, from one example call of any length, and leave no trace.
+        """Capture the whole ladder, largest first, from one example call of any length, and put back what that writes.
 
         Rows beyond the example repeat it. All rows count as real, except with a plain ``ctx`` and no ``capture_ctx``:
         then those of the example do. Without an example every input needs ``shape=`` and ``dtype=``. Tensors that the

@@ -71,7 +71,7 @@ class CapturedForward(Protocol):
 
 
 class Strategy(Protocol):
-    """A way to run a bucket. ``takes`` says whether it serves a call; the last strategy of a runner serves all.
+    """A way to capture and replay a bucket. The last strategy of a runner serves every call.
 
     A strategy whose replays don't equal the runner's function on padded inputs has a method ``reference(inputs, tokens)`` too.
     From the padded inputs by name and the number of real tokens it computes eagerly, with the context live, what its replay must
@@ -88,7 +88,7 @@ class Strategy(Protocol):
 
 
 class Breakable:
-    """Everything between break points captured, the breaks run live. Serves every batch."""
+    """Captures everything between break points, and runs the breaks live. It serves every batch."""
 
     name = "breakable"
 
