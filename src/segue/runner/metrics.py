@@ -11,7 +11,7 @@ from segue.runner.runner import GraphRunner
 
 
 class RunnerCollector:
-    """Collects the numbers of runners for a ``prometheus_client`` registry: ``REGISTRY.register(RunnerCollector(prefill=runner))``.
+    """Collects runners' numbers for a ``prometheus_client`` registry: ``REGISTRY.register(RunnerCollector(prefill=runner))``.
 
     Args:
         runners: by the value of their ``runner`` label.
