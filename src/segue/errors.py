@@ -14,11 +14,11 @@ class SegueError(RuntimeError):
 
 
 class UsageError(SegueError):
-    """A call that can't mean anything here: nested captures, a closed capture, contradictory options."""
+    """The caller asked for something that has no meaning here: nested captures, a closed capture, contradictory options."""
 
 
 class CaptureError(SegueError):
-    """Something that a graph can't hold was met while recording: a host read, a data-dependent shape, a mutable argument."""
+    """The forward did what a graph can't hold while it was recorded: a host read, a data-dependent shape, a mutable argument."""
 
 
 class GraphMemoryError(CaptureError, torch.OutOfMemoryError):
@@ -34,4 +34,4 @@ class InputError(SegueError):
 
 
 class NoBucketError(SegueError):
-    """No graph serves this call, and ``strict`` forbids running it eager."""
+    """No graph serves this call, and ``strict`` forbids running it eagerly."""

@@ -20,7 +20,7 @@ from segue.bench import timing
 from segue.bench.decoder import Decoder, Shape, attend, build
 from segue.bench.result import SAME, BenchResult, Row
 from segue.capture import BreakableCapture, reference_frame
-from segue.capture.isolation import still
+from segue.capture.isolation import no_garbage_collection
 from segue.devices import Device, Pool
 
 BUCKETS = (8192, 4096, 2048, 1024)
@@ -212,7 +212,7 @@ def _recording(device: Device, forwards: list[_Forward], times: int, progress: C
             if bare_pool is not None:
                 timing.synchronize()
                 start = time.perf_counter()
-                with still():
+                with no_garbage_collection():
                     kept.append(forward.bare(device.default_stream(), bare_pool))
                 timing.synchronize()
                 bare.append(time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""Which memory a forward made itself, for the reference: in a capture the graph pool tells."""
+"""Which memory a forward made itself. The reference needs this; in a capture the graph pool knows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from segue import _torch
 
 
 class Allocations(_torch.WatchingMode):
-    """Collects where the ops of a forward put what they make. What it was given, it did not make, even if it wrote it.
+    """Collects the memory that the ops of a forward make. Memory that the forward was given doesn't count, even if it writes
+    there.
 
-    Memory counts as made for as long as it lives: afterwards its address may be that of something a break allocates.
+    Memory counts as made for as long as it lives. Afterwards a break may allocate something else at its address.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,9 @@ class Allocations(_torch.WatchingMode):
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """In a break, which runs as in a replay: with no mode of segue's on, since some kernels can't run under one."""
+        """Stop watching within this block, for a break. Some kernels can't run under a dispatch mode, and in a replay a break
+        runs under none of segue's.
+        """
         on_top = _torch.current_mode() is self
         if on_top:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -39,11 +42,13 @@ class Allocations(_torch.WatchingMode):
                 self.__enter__()  # type: ignore[no-untyped-call]
 
     def has(self, t: Tensor) -> bool:
-        """Whether ``t`` lies in memory that was made since, and not in a break."""
+        """Whether ``t`` lies in memory that an op made while this watched, so not in a break."""
         return self._lives(_torch.address(t))
 
     def wrote(self, t: Tensor) -> bool:
-        """Whether an op that was seen has written ``t``'s memory. Versions don't tell: under a mode fused ops move none."""
+        """Whether an op wrote ``t``'s memory while this watched. Version counters don't tell, as fused ops under a mode raise
+        none.
+        """
         return _torch.address(t) in self._written
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

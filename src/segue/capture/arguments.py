@@ -1,8 +1,8 @@
-"""A break's arguments, bound once at capture and asked for at every replay.
+"""A break's arguments, bound once at capture and read at every replay.
 
 What is fixed is bound as a value. What lives in the context is bound as a path and read from the live context. Memory of the
-graph pool is bound weakly, so that its block goes back to the pool when the forward lets go of it; the order of a replay is
-the order of the capture, so it holds the right values when its break runs.
+graph pool is bound weakly, so that its block goes back to the pool when the forward lets go of it. A replay runs in the order of
+the capture, so the block holds the right values when its break runs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class BoundArguments:
         del self._map, self._op_watch
 
     def caller(self, fn: Callable[..., Any]) -> Callable[[], Any]:
-        """``fn`` with these arguments. What lives in a context isn't held on to after the call."""
+        """A function that calls ``fn`` with these arguments. It holds no object of a context after the call."""
         args, kwargs, live_args, live_kwargs = self._args, self._kwargs, self._live_args, self._live_kwargs
         if not live_args and not live_kwargs:
             return functools.partial(fn, *args, **kwargs) if args or kwargs else fn
@@ -92,7 +92,7 @@ class BoundArguments:
         return fixed, bound
 
     def _bind(self, name: str, value: Any) -> tuple[bool, Any]:
-        """``(True, value)`` for what never changes, ``(False, make)`` for what is asked for at each replay."""
+        """``(True, value)`` for what never changes, ``(False, make)`` for what is read at each replay."""
         if paths := self._map.paths(value):
             return False, _read_live(paths, name, self._where)
         if isinstance(value, Tensor):
@@ -133,7 +133,9 @@ class BoundArguments:
 
 
 def of_context(fn: Callable[..., Any], where: str) -> Callable[..., Any]:
-    """``fn``, or where it is a method of an object that the context holds, that method of the running forward's object."""
+    """``fn``; but if it is a method of an object that the context holds, a function that calls this method of the object that the
+    running forward's context holds in its place. ``where``: what errors call the break.
+    """
     owner = fn.__self__ if isinstance(fn, MethodType) else None
     path = None if owner is None else ContextMap(state.ctx).find(owner)
     if path is None:
@@ -147,7 +149,9 @@ def of_context(fn: Callable[..., Any], where: str) -> Callable[..., Any]:
 
 
 def _read_live(paths: list[Path], name: str, where: str) -> Make:
-    """What lies at the first path. Where the capture's context had one object at several, it must be one in every context."""
+    """A function that reads what lies at the first path. If the capture's context had one object at several paths, every context
+    must have one object there.
+    """
     path, get = paths[0], getter(paths[0])
     others = [(other, getter(other)) for other in paths[1:]]
     if not others:

@@ -22,7 +22,8 @@ from segue.capture.thread_state import state
 from segue.capture.views import cut_rows
 from segue.errors import CaptureError, ReplayError, UsageError
 
-OnLeaf = Callable[[Any, str, int | None], tuple[Take, Any]]  # value, path, token dimension: what takes it, and what stands for it
+# From a leaf's value, path and token dimension: what takes it at a replay, and what the forward goes on with now.
+OnLeaf = Callable[[Any, str, int | None], tuple[Take, Any]]
 Opaque = Callable[[Any], bool] | None
 
 P = ParamSpec("P")
@@ -72,13 +73,18 @@ def break_point(
 def break_here(fn: Callable[..., Any], dst: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``fn(*args, **kwargs)`` as a break whose result is copied into ``dst`` (tensors), and return ``dst``.
 
-    ``fn`` may fill ``dst`` itself and return None. Rows of the result may be fewer than those of ``dst``; the others are zeroed.
+    ``fn`` may fill ``dst`` itself and return None. The result may have fewer rows (dimension 0) than ``dst``, whose others are
+    zeroed.
+
+    Raises:
+        UsageError: ``dst`` holds something else than tensors, or the result has another structure.
+        ReplayError: a tensor of the result doesn't fit its destination.
     """
     return BreakSpec(fn, {}, 0, None).call(args, kwargs, into=dst)
 
 
 class BreakSpec:
-    """What is known of a break point before it is met: the function and its options."""
+    """What is known of a break point before a forward reaches it: the function and its options."""
 
     def __init__(self, fn: Callable[..., Any], trim: Mapping[str, int], token_dim: Any, out: str | None) -> None:
         self.fn, self.trim, self.token_dim, self.out = fn, dict(trim), token_dim, out
@@ -90,6 +96,10 @@ class BreakSpec:
                 raise UsageError(f"break_point: {self.label} has no argument {name!r}; it has {', '.join(self.names)}")
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any = None) -> Any:
+        """Call the function: as a break while a segment is recorded, trimmed and cleared in the reference, plainly elsewhere.
+
+        ``into``: the destination of the result, if it isn't that of ``out``. It is returned then.
+        """
         if state.phase == "segment" and state.capture is not None:
             return state.capture.run_break(self, args, kwargs, into)
         if state.reference and not state.inside_break:
@@ -101,7 +111,7 @@ class BreakSpec:
         return result if destination is None else destination
 
     def destination(self, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
-        """The memory that the caller gave for the result, if it gave some."""
+        """The memory that the caller gave for the result; None if it gave none."""
         return into if self.out is None else self._argument(self.out, args, kwargs)
 
     def trimmed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -131,7 +141,13 @@ class BreakSpec:
 
 
 class Break:
-    """One break in a program: bound arguments and hand-offs."""
+    """One break of a program: its function, its bound arguments and its hand-offs.
+
+    Args:
+        spec: the break point. ``args``, ``kwargs``, ``into``: of its call at capture, held until :meth:`first_run`.
+        watch: of the capture. None in the reference, which has no replays.
+        where: what errors call this break.
+    """
 
     def __init__(
         self, spec: BreakSpec, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any, *, watch: OpWatch | None, where: str
@@ -151,12 +167,13 @@ class Break:
 
     @property
     def bound(self) -> BoundArguments:
+        """The arguments of a captured break."""
         assert self._bound is not None
         return self._bound
 
     def runs(self) -> tuple[Callable[[], Any], Take | None, Take]:
-        """What a replay calls: the function on the live values, and what takes its result. ``state`` says which rows are valid.
-        Where the result was None there is nothing to take, and the last of the three refuses one."""
+        """What a replay calls: the function on the live values; what takes its result, or None where the result was None at
+        capture; and what refuses any other result there. ``state`` says which rows are valid."""
         call = self.bound.caller(self._fn)
         if self._clears or isinstance(self._take, Branch):
             return call, self._accept, self._accept
@@ -167,7 +184,12 @@ class Break:
         return call, None if self._nothing else self._take, self._take
 
     def first_run(self) -> Any:
-        """Run the function at capture, or in the reference, and return what the forward goes on with."""
+        """Run the function at capture, or in the reference, and return what the forward goes on with.
+
+        Raises:
+            CaptureError: a replay couldn't repeat the break: it changed a container, or returned what can't be handed on.
+            UsageError: its options don't fit what it returned.
+        """
         args, kwargs, into = self._first
         del self._first
         state.inside_break, state.asked_rows = True, False
@@ -188,7 +210,7 @@ class Break:
                 destination = self.spec.destination(args, kwargs, into)
                 if destination is None:
                     return self._settle(result, args, kwargs)
-                if self.spec.out is not None and isinstance(result, Tensor) and not _in(result, _memory([destination])):
+                if self.spec.out is not None and isinstance(result, Tensor) and not _lies_in(result, _memory([destination])):
                     raise CaptureError(
                         f"{self.where}: it declares out={self.spec.out!r} and returned another tensor, which nothing would read. "
                         f"Fill {self.spec.out!r}, or leave out= away."
@@ -218,8 +240,8 @@ class Break:
         arguments, cuts_rows = [*args, *kwargs.values()], bool(self.spec.trim) or state.asked_rows
         memory = _memory(arguments)
         cut = memory if state.asked_rows else _memory(self.spec.named(self.spec.trim, args, kwargs))
-        ours = _made if self._op_watch is None else self._op_watch.pool.owns
-        allocate: Allocate = _like_eager(arguments, result) if self._op_watch is None else self._op_watch.allocate
+        ours = _made_by_forward if self._op_watch is None else self._op_watch.pool.owns
+        allocate: Allocate = _allocate_outside_pool(arguments, result) if self._op_watch is None else self._op_watch.allocate
         contexts = ContextMap(state.ctx)
         seen: dict[int, tuple[Tensor, list[Any]]] = {}
         handoffs = self._settled
@@ -227,25 +249,25 @@ class Break:
 
         def on_leaf(value: Any, path: str, token_dim: int | None) -> tuple[Take, Any]:
             if not isinstance(value, Tensor):
-                return self._same(path, value, contexts), value
+                return self._check_unchanged(path, value, contexts), value
             if self._op_watch is not None and value.device != self._op_watch.pool.device.torch_device:
                 raise CaptureError(
                     f"{self.where}: {path} is on {value.device}, and segments run on {self._op_watch.pool.device.name}. Move it "
                     "there inside the break, or keep it on the live context if only breaks use it."
                 )
             if id(value) in seen:
-                return _the_same(seen[id(value)][1], path, self.where), seen[id(value)][0]
+                return _check_same_tensor(seen[id(value)][1], path, self.where), seen[id(value)][0]
             owned = value.layout is torch.strided and ours(value)
             kept, handoff = first_result(
                 value, token_dim, rows=state.rows, valid=state.valid, cuts_rows=cuts_rows,
-                argument_memory=(owned or _in(value, memory)) and not contexts.find_memory(value), own_memory=owned,
-                cut_memory=(owned and state.asked_rows) or _in(value, cut), allocate=allocate, path=path, where=self.where,
+                argument_memory=(owned or _lies_in(value, memory)) and not contexts.find_memory(value), own_memory=owned,
+                cut_memory=(owned and state.asked_rows) or _lies_in(value, cut), allocate=allocate, path=path, where=self.where,
             )  # fmt: skip
             self._weaken(handoff)
             handoffs.append(handoff)
             last: list[Any] = []
             seen[id(value)] = kept, last
-            return handoff.accept if times[id(value)] == 1 else _noted(handoff.accept, last), kept
+            return handoff.accept if times[id(value)] == 1 else _take_and_note(handoff.accept, last), kept
 
         self._take, settled = self._walk(result, on_leaf, lambda v: contexts.find(v) is not None)
         if isinstance(result, Tensor):
@@ -278,8 +300,8 @@ class Break:
         except ValueError as e:
             raise UsageError(f"{self.where}: {e}") from None
 
-    def _same(self, place: str, value: Any, contexts: ContextMap) -> Take:
-        """A check that a value which isn't a tensor is at every replay what it was at capture."""
+    def _check_unchanged(self, place: str, value: Any, contexts: ContextMap) -> Take:
+        """A check, for every replay, that a value which isn't a tensor is what it was at capture."""
         path = contexts.find(value)
         if path is None and not is_plain(value):
             raise CaptureError(
@@ -288,7 +310,7 @@ class Break:
             )
         get = getter(path) if path is not None else None
         what, where = repr(value) if path is None else show(path), self.where
-        kept = value if get is None else None  # neither a capture's context nor the break may live on for this check
+        kept = value if get is None else None  # this check must not keep the capture's context alive, nor the break
 
         def check(now: Any) -> None:
             then = kept if get is None else get(state.ctx)
@@ -312,14 +334,14 @@ class Break:
 
 
 def _settled(value: Any, token_dims: Any, on_leaf: OnLeaf, opaque: Opaque) -> tuple[Take, Any]:
-    """What takes a structure at replay, and what stands in its place now, from the same two of each leaf."""
+    """What takes a structure at a replay, and what the forward goes on with now, from the same two of each leaf."""
     tree = take_apart(value, token_dims, "result", opaque)
     done = [on_leaf(leaf, path, dim) for path, leaf, dim in tree.leaves]
     return tree.takes(take for take, _ in done), tree.build(new for _, new in done)
 
 
 def _in_order(ordered: Callable[[Callable[[], Any]], tuple[Any, bool]], fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A break's function that was seen to use other streams: the next segment waits for what it leaves there."""
+    """``fn``, a break's function that used other streams at capture, followed by a wait for the work that it leaves there."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return ordered(lambda: fn(*args, **kwargs))[0]
@@ -327,8 +349,8 @@ def _in_order(ordered: Callable[[Callable[[], Any]], tuple[Any, bool]], fn: Call
     return run
 
 
-def _noted(take: Take, last: list[Any]) -> Take:
-    """``take``, for a tensor that stands at several places of the result."""
+def _take_and_note(take: Take, last: list[Any]) -> Take:
+    """``take``, for a tensor that is at several places of the result. It leaves the tensor in ``last``."""
 
     def noted(t: Any) -> None:
         last[:] = [t]
@@ -337,12 +359,12 @@ def _noted(take: Take, last: list[Any]) -> Take:
     return noted
 
 
-def _the_same(last: list[Any], path: str, where: str) -> Take:
-    """At a later place of such a tensor: it must be the same object as at the first again."""
+def _check_same_tensor(last: list[Any], path: str, where: str) -> Take:
+    """What takes such a tensor at a later place: it checks that the tensor of the first place is there again."""
 
     def same(t: Any) -> None:
         first = last.pop() if last else t
-        if t is not first and not _one_memory(t, first):
+        if t is not first and not _reads_same(t, first):
             raise ReplayError(
                 f"{where}: {path} and an earlier place of the result were one tensor at capture, and are two now. The segments "
                 "after it read one memory for both. Return two tensors at capture too (clone())."
@@ -352,12 +374,13 @@ def _the_same(last: list[Any], path: str, where: str) -> Take:
     return same
 
 
-def _one_memory(a: Any, b: Any) -> bool:
-    """Whether two tensors hold the same whatever happens: a tensor passed twice is cut to its valid rows twice."""
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and _what_it_reads(a) == _what_it_reads(b)
+def _reads_same(a: Any, b: Any) -> bool:
+    """Whether two tensors read the same elements of the same memory. A tensor passed twice is cut to its valid rows twice, which
+    makes two objects of it."""
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and _elements_read(a) == _elements_read(b)
 
 
-def _what_it_reads(t: Tensor) -> Any:
+def _elements_read(t: Tensor) -> Any:
     if t.layout is not torch.strided:
         return id(t)
     kind = t.dtype, t.device, t.shape
@@ -365,10 +388,10 @@ def _what_it_reads(t: Tensor) -> Any:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    return bool(a == b or (a != a and b != b))  # NaN is what it was
+    return bool(a == b or (a != a and b != b))  # NaN counts as equal to NaN
 
 
-def _made(t: Tensor) -> bool:
+def _made_by_forward(t: Tensor) -> bool:
     return state.made is not None and state.made.has(t)
 
 
@@ -389,11 +412,11 @@ def _fill(into: Any, result: Any, label: str) -> None:
             raise UsageError(f"break {label}: {e.path} is {e.found}; its destination is {e.expected}") from None
 
 
-def _like_eager(arguments: list[Any], result: Any) -> Allocate:
+def _allocate_outside_pool(arguments: list[Any], result: Any) -> Allocate:
     device = next((t.device for t in _tensors([result, *arguments])), torch.device("cpu"))
 
     def allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-        with torch.inference_mode(False):  # as in a capture: code compiled for one kind of tensor compiles anew for the other
+        with torch.inference_mode(False):  # as in a capture: code compiled for inference tensors would compile anew for others
             return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     return allocate
@@ -403,7 +426,7 @@ def _memory(values: list[Any]) -> set[int]:
     return {_torch.storage_key(t) for t in _tensors(values)}
 
 
-def _in(t: Tensor, memory: set[int]) -> bool:
+def _lies_in(t: Tensor, memory: set[int]) -> bool:
     return t.layout is torch.strided and _torch.storage_key(t) in memory
 
 

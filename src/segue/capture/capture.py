@@ -1,4 +1,4 @@
-"""The capture itself: a transaction that ends with a whole program, or as if it had never been."""
+"""The capture itself: a transaction that ends with a whole program, or leaves everything as it was."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from segue import _source_lines, devices
 from segue.capture.break_points import Break, BreakSpec
 from segue.capture.externals import External, Externals
-from segue.capture.isolation import forget_casts, one_capture, still, tuned_kernel, uninterrupted
+from segue.capture.isolation import forget_casts, no_garbage_collection, one_capture, tuned_kernel, uninterrupted
 from segue.capture.op_watch import OpWatch
 from segue.capture.program import Program, Step, row_count
 from segue.capture.thread_state import state
@@ -39,10 +39,11 @@ class BreakableCapture:
         device: ``"emulator"`` or what ``torch.device`` takes; by default CUDA where there is one.
         valid_rows: how many rows are real in the forward being captured; by default all.
         name: what errors call this capture.
-        root: the function being captured, or its :class:`~segue.capture.object_graph.Places`; what segments read is looked for in
-            what it reaches, so that errors can name it and a parameter that is given other memory is noticed.
-        defer_checks: for who copies the results out before anything else replays. The device may run the first segment while the
-            host still looks whether what the others read is where it was; an error leaves nothing but that segment's work.
+        root: the function being captured, or its :class:`~segue.capture.object_graph.Places`. What segments read is searched for
+            in what the function reaches, so that errors can name it and a replay notices a parameter that was given other memory.
+        defer_checks: a caller may set this if it copies the results out before anything else replays. The device may then run the
+            first segment while the host still checks that what the others read is where it was. If that check
+            raises an error, the first segment's work in the pool is all that has been done.
     """
 
     def __init__(
@@ -69,13 +70,13 @@ class BreakableCapture:
         self._status = "new"
         self._steps: list[Step] = []
         self._graphs: list[Segment] = []
-        self._put_off: list[Segment] = []  # not launched yet
+        self._unlaunched: list[Segment] = []  # committed, and waiting for a launch
         self._root, self._defer_checks = root, defer_checks
         self._op_watch = OpWatch(self.pool, self.name)
         self._at_end: list[Callable[[], object]] = []
         self._recording: Recording | None = None
         self._program: Program | None = None
-        self._counts: tuple[int, int] | None = None  # graphs and breaks, once it is whole
+        self._counts: tuple[int, int] | None = None  # graphs and breaks, once the capture has ended
         self._error: BaseException | None = None  # the first one of this capture, while it lasts
         self._failure = ""
         self._scope = ExitStack()
@@ -116,7 +117,7 @@ class BreakableCapture:
 
     @property
     def externals_check(self) -> Externals:
-        """What each replay does to see that the tensors it reads are where they were.
+        """The check that each replay makes: the tensors that the segments read must be where they were.
 
         Raises:
             ReplayError: the capture failed, was closed, or is not complete.
@@ -132,7 +133,9 @@ class BreakableCapture:
 
     @property
     def unnamed_externals(self) -> Sequence[External]:
-        """The :attr:`externals` that the root doesn't reach by a name, so that each replay looks for them by address."""
+        """The :attr:`externals` that the root doesn't reach by a name, so that each replay checks the addresses of the objects
+        used.
+        """
         return () if self._program is None else tuple(self._program.externals.unnamed)
 
     def __enter__(self) -> BreakableCapture:
@@ -147,7 +150,7 @@ class BreakableCapture:
             raise UsageError(f"{self.name} is {self._status}; a capture records once. Make a new BreakableCapture.")
         with ExitStack() as scope:
             scope.enter_context(one_capture)
-            scope.enter_context(still())
+            scope.enter_context(no_garbage_collection())
             scope.enter_context(self.pool.turn())
             scope.enter_context(self.device.session(self.pool, self.stream))
             scope.callback(_restore_state, (state.capture, state.phase, state.rows, state.valid, state.pools, state.reference))
@@ -159,7 +162,7 @@ class BreakableCapture:
             self._status = "recording"
             try:
                 self._op_watch.begin()
-                self._begin()
+                self._begin_segment()
             except BaseException as e:
                 self._abandon()
                 self._fail(e)
@@ -171,7 +174,7 @@ class BreakableCapture:
         first = self._error or self._op_watch.error or error
         try:
             if first is None:
-                self._end(launch=False)
+                self._end_segment(launch=False)
                 first = self._op_watch.error
             if first is None:
                 externals = self._prove()
@@ -187,7 +190,7 @@ class BreakableCapture:
                 self._scope.close()
         except BaseException as e:
             first = first or e
-        named = None if first is None else self._named(first)
+        named = None if first is None else self._clearer_error(first)
         if named is not None:
             named.__cause__, first = first, named
         if first is None:
@@ -207,8 +210,10 @@ class BreakableCapture:
             del first, error  # the traceback holds this frame, and the frames of the forward with all their tensors
 
     def at_end(self, fn: Callable[[], object]) -> None:
-        """Have ``fn()`` called when the whole forward has run, while nothing else can replay in the pool. If it raises, the
-        capture has failed. Inside the ``with`` only."""
+        """Have ``fn()`` called when the whole forward has run, while nothing else can replay in the pool.
+
+        If ``fn`` raises an error, the capture has failed. Call this inside the ``with`` only.
+        """
         self._at_end.append(fn)
 
     def add_eager(self, fn: Callable[[], Any]) -> Any:
@@ -222,7 +227,7 @@ class BreakableCapture:
         return self.run_break(BreakSpec(fn, {}, 0, None), (), {}, None)
 
     def cut(self) -> None:
-        """End the segment and go on in the next, with nothing in between: a long graph starts sooner in parts.
+        """End the segment and go on in the next, with nothing in between. The device starts a long graph sooner in parts.
 
         Raises:
             UsageError: this capture isn't recording a segment.
@@ -230,8 +235,8 @@ class BreakableCapture:
         if state.capture is not self or state.phase != "segment":
             raise UsageError(f"{self.name}: cut() belongs inside its `with`, outside breaks")
         try:
-            self._end(launch=False)
-            self._begin()
+            self._end_segment(launch=False)
+            self._begin_segment()
         except BaseException as e:
             self._error = self._error or e
             self._abandon()
@@ -239,15 +244,20 @@ class BreakableCapture:
             raise
 
     def run_break(self, spec: BreakSpec, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
-        """End the segment, run a break on real values, and begin the next segment. What the forward goes on with is returned."""
+        """End the segment, run a break on real values, and begin the next segment. Returns what the forward goes on with.
+
+        Raises:
+            SegueError: a segment can't hold what it recorded, or a replay couldn't repeat the break. The break's own errors pass
+            through.
+        """
         where = f"{self.name}, after segment {self.graphs}: break {spec.label} called at {_source_lines.caller()}"
         try:
-            self._end()
+            self._end_segment()
             state.phase = "break"
             step = Break(spec, args, kwargs, into, watch=self._op_watch, where=where)
             result = step.first_run()
             self._steps.append(step)
-            self._begin()
+            self._begin_segment()
         except BaseException as e:
             if not isinstance(e, SegueError):
                 e.add_note(where)
@@ -261,23 +271,32 @@ class BreakableCapture:
         """Run the captured forward again on the current stream, of whose rows ``valid_rows`` are real (None: all).
 
         Raises:
-            ReplayError: the capture failed, was closed, or is not complete; or a break's result changed.
+            UsageError: ``valid_rows`` is no number of rows of this capture, or the pool is in use by a forward around this call.
+            ReplayError: the capture failed, was closed, or is not complete; a tensor that it reads was re-pointed; or a break's
+                result changed.
         """
         if self._program is None or self._status != "captured":
             raise self._refusal()
         self._program.run(valid_rows)
 
     def replay_in_turn(self, valid_rows: int | None = None) -> None:
-        """:meth:`replay` for who holds the pool's turn and has entered the capture's grad mode, as a runner has.
+        """Do what :meth:`replay` does, for a caller that holds the pool's turn and has entered the capture's grad mode.
 
-        ``valid_rows`` is not looked at: it must be a whole number from 0 to ``rows``, or None.
+        ``valid_rows`` is not checked. It must be a whole number from 0 to ``rows``, or None.
+
+        Raises:
+            as :meth:`replay`.
         """
         if self._program is None or self._status != "captured":
             raise self._refusal()
         self._program.run_in_turn(valid_rows)
 
     def close(self) -> None:
-        """Forbid replay at once. The memory goes back when no live capture shares the pool. May be called twice."""
+        """Forbid replay at once. The memory goes back when no live capture shares the pool. May be called twice.
+
+        Raises:
+            UsageError: it is called inside the capture's own ``with``.
+        """
         if self._status == "recording":
             raise UsageError(f"{self.name}: close() inside its own `with`")
         if self._status != "failed":
@@ -295,8 +314,8 @@ class BreakableCapture:
         self._error = self._op_watch.error = None
         self._counts = self.graphs, self.breaks
         self._steps.clear()
-        while self._put_off:
-            self._put_off.pop().discard()
+        while self._unlaunched:
+            self._unlaunched.pop().discard()
 
     def _refusal(self) -> ReplayError:
         why = {
@@ -314,7 +333,7 @@ class BreakableCapture:
         self._counts = self.graphs, self.breaks
         return Externals(self.externals, self._root, baked, self._defer_checks and self._op_watch.harmless)
 
-    def _begin(self) -> None:
+    def _begin_segment(self) -> None:
         forget_casts()
         with uninterrupted():
             recording = self._recording = self.device.begin(self.pool)
@@ -322,8 +341,8 @@ class BreakableCapture:
             self._op_watch.__enter__()  # type: ignore[no-untyped-call]
             state.phase = "segment"
 
-    def _end(self, launch: bool = True) -> None:
-        """Commit the segment, and launch it with those before it: a break must see what they compute."""
+    def _end_segment(self, launch: bool = True) -> None:
+        """Commit the segment, and launch it with those before it, because a break must see what they compute."""
         recording = self._recording
         if recording is None:
             return
@@ -333,15 +352,15 @@ class BreakableCapture:
             self._recording = None
             self._steps.append(segment)
             self._graphs.append(segment)
-            self._put_off.append(segment)
+            self._unlaunched.append(segment)
             self._op_watch.settle()
             if launch:
                 self._launch()
 
     def _launch(self) -> None:
-        for segment in self._put_off:
+        for segment in self._unlaunched:
             segment.launch()
-        self._put_off.clear()
+        self._unlaunched.clear()
 
     def _abandon(self) -> None:
         recording = self._recording
@@ -358,8 +377,8 @@ class BreakableCapture:
             self._op_watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             forget_casts()
 
-    def _named(self, error: BaseException) -> CaptureError | None:
-        """A better error for one whose own text doesn't say what a capture has to do with it."""
+    def _clearer_error(self, error: BaseException) -> CaptureError | None:
+        """A clearer error in the place of one whose text doesn't say what the capture has to do with it; None if it is clear."""
         if isinstance(error, SegueError):
             return None
         if isinstance(error, torch.OutOfMemoryError):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import dis
 import enum
-import functools
 from collections.abc import Callable, Iterator, Mapping
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -15,8 +13,8 @@ from torch import Tensor
 
 from segue import _torch
 
-Step = tuple[str, Any]  # ("attr", name) or ("item", key)
-Path = tuple[Step, ...]
+PathStep = tuple[str, Any]  # ("attr", name) or ("item", key)
+Path = tuple[PathStep, ...]
 
 PLAIN = (
     bool, int, float, complex, str, bytes, enum.Enum, range, torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -26,17 +24,20 @@ _FROZEN = (*PLAIN, type, FunctionType, BuiltinFunctionType, ModuleType)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether ``value`` is one that a capture may freeze: an immutable scalar, or code."""
+    """Whether a capture may freeze ``value``: it is None, an immutable scalar, or code."""
     return value is None or isinstance(value, _FROZEN)
 
 
 def show(path: Path) -> str:
-    """``ctx.meta['slots']``."""
+    """``path`` as an expression, as in ``ctx.meta['slots']``."""
     return "ctx" + "".join(f".{key}" if kind == "attr" else f"[{key!r}]" for kind, key in path)
 
 
 def getter(path: Path) -> Callable[[Any], Any]:
-    """A function from a context to what lies at ``path`` of it."""
+    """A function from a context to what lies at ``path`` of it.
+
+    It raises AttributeError, KeyError, IndexError or TypeError for a context that has nothing there.
+    """
 
     def get(ctx: Any) -> Any:
         for kind, key in path:
@@ -47,12 +48,12 @@ def getter(path: Path) -> Callable[[Any], Any]:
 
 
 class ContextMap:
-    """Where each object within two levels of a context is to be found, by identity."""
+    """Finds the paths to each object within two levels of a context, by identity."""
 
     def __init__(self, ctx: Any) -> None:
         self._paths: dict[int, list[Path]] = {}
         self._storages: dict[int, list[Path]] = {}
-        self._keep: list[Any] = []  # ids stay taken while the map lives
+        self._keep: list[Any] = []  # the objects, so that Python doesn't give their ids to others while the map lives
         if ctx is not None:
             self._add(ctx)
 
@@ -70,7 +71,7 @@ class ContextMap:
         return self._storages.get(_torch.storage_key(t), []) if self._storages else []
 
     def _add(self, ctx: Any) -> None:
-        # Level by level, so that what is within reach by a short path isn't missed for a longer one that was met first.
+        # Level by level: if a longer path to an object came first, what lies below it by a shorter path would be missed.
         level: list[tuple[Any, Path]] = [(ctx, ())]
         for deeper in (True, True, False):
             below: list[tuple[Any, Path]] = []
@@ -88,7 +89,7 @@ class ContextMap:
             level = below
 
 
-def children(value: Any) -> Iterator[tuple[Step, Any]]:
+def children(value: Any) -> Iterator[tuple[PathStep, Any]]:
     """The attributes and items of an object, with the step that leads to each."""
     if isinstance(value, Mapping):
         yield from ((("item", key), child) for key, child in list(value.items()))
@@ -108,11 +109,3 @@ def slots(cls: type) -> Iterator[str]:
     for base in cls.__mro__:
         own = base.__dict__.get("__slots__", ())
         yield from (own,) if isinstance(own, str) else own
-
-
-@functools.lru_cache(maxsize=4096)
-def globals_of(code: CodeType) -> tuple[str, ...]:
-    """The globals that a function reads, those of functions inside it too. ``co_names`` has its attributes as well."""
-    names = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
-    inner = [name for c in code.co_consts if isinstance(c, CodeType) for name in globals_of(c)]
-    return tuple(dict.fromkeys([*names, *inner]))

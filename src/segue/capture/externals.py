@@ -1,7 +1,7 @@
-"""Who owns what a graph reads: names for external tensors, and a quick look, before each replay, whether they are still there.
+"""External tensors: names for what a graph reads outside its pool, and a quick check at each replay that it is where it was.
 
-A graph bakes addresses. The capture keeps the memory behind them alive, so nothing dangles; but a parameter that was given
-other memory (``p.data = ...``, a new ``Parameter``, a cache replaced) would go on being read as it was, in silence.
+A graph bakes addresses. The capture keeps the memory behind them alive, so no address dangles. But if a parameter is given other
+memory (``p.data = ...``, a new ``Parameter``) or a cache is replaced, the graph would silently go on reading the old memory.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class External:
     """A tensor that segments read or write and that lies outside the pool. The capture keeps its memory alive.
 
     ``tensor``: a detached alias, which stays on the captured memory. ``seen``: the object that was used, which may be given
-    other memory later. ``where``: the line that used it first, in segment number ``segment``. ``written``: by some op of a
-    segment.
+    other memory later. ``op`` and ``where``: the first op that used it and its line, in segment number ``segment``, counted from
+    0. ``written``: whether an op of a segment writes it.
     """
 
     tensor: Tensor
@@ -41,21 +41,21 @@ class External:
 
 
 class Externals:
-    """The externals of one capture, where they are held, and whether they still are.
+    """The externals of one capture: where each is held, and the check that it still is.
 
     Args:
         externals: what segments read or write outside the pool.
-        root: the function that was captured, from which names are looked for, or its places, found before; None for a bare
-            capture.
+        root: the function that was captured, whose names are searched for the externals; or its :class:`Places`, found before;
+            None for a bare capture.
         context_tensors: tensors of the live context whose address a break's arguments have baked, by path.
-        defer_checks: the first segment may run before the rest is looked at: it writes nothing outside the pool, as far as was
-            seen, and nobody is to find what the last replay left in the pool.
+        defer_checks: the first segment may run before the rest is checked. The caller knows that this segment was seen to write
+            nothing outside the pool, and that nobody reads what the last replay left in the pool.
 
     ``named`` pairs a name with each external that has one, ``unnamed`` are the others. Where compiled code is reachable from
-    the root, its inner operands were not watched: then every tensor that the root reaches counts as read.
+    the root, nothing could watch its inner operands, so every tensor that the root reaches counts as read.
 
-    ``early``: the first segment may be launched after :meth:`check_first`, and :meth:`check_rest` done while it runs, before
-    anything else.
+    ``early``: the caller may launch the first segment after :meth:`check_first`, and call :meth:`check_rest` while that runs and
+    before it launches anything else.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Externals:
             places.look_again()
             found = [places.of(e.tensor) for e in externals]
         if places.compiled:
-            externals = [*externals, *_unwatched(externals, places)]
+            externals = [*externals, *_inside_compiled_code(externals, places)]
             found = [*found, *(places.of(e.tensor) for e in externals[len(found) :])]
         contexts = ContextMap(state.ctx)
         named: list[tuple[Place, External]] = []
@@ -91,7 +91,7 @@ class Externals:
         self.named = [(place.name, external) for place, external in named]
         self.early = defer_checks and not places.compiled
         self._first, self._rest = (
-            _Look(
+            _AddressCheck(
                 [(place, e) for place, e in named if (e.segment == 0 or not self.early) is first],
                 [e for e in self.unnamed if (e.segment == 0 or not self.early) is first],
             )
@@ -100,7 +100,7 @@ class Externals:
         self.check_rest = self._rest.check
 
     def check(self) -> None:
-        """See that everything a segment baked is where it was.
+        """Check that everything a segment baked is where it was.
 
         Raises:
             ReplayError: something was re-pointed, resized or freed; names it and the line that reads it.
@@ -109,7 +109,7 @@ class Externals:
         self.check_rest()
 
     def check_first(self) -> None:
-        """The same of what the first segment uses, and of the live context's tensors."""
+        """Do what :meth:`check` does for what the first segment uses, and for the tensors of the live context."""
         self._first.check()
         for path, get, pointer, used in self._context:
             try:
@@ -120,8 +120,8 @@ class Externals:
                 raise _context_moved(path, used)
 
 
-class _Look:
-    """Some externals, by their place or by the object that was used, and a look whether they are where they were."""
+class _AddressCheck:
+    """Checks that some externals are where they were. Each is found by its place, or else by the object that was used."""
 
     def __init__(self, named: list[tuple[Place, External]], unnamed: list[External]) -> None:
         self._unnamed = unnamed
@@ -142,7 +142,7 @@ class _Look:
         """Raise ReplayError if something was re-pointed, resized or freed."""
         try:
             there = self._pointers_now() == self._pointers
-        except (KeyError, IndexError, TypeError, RuntimeError):  # something is gone, or no tensor any more
+        except (KeyError, IndexError, TypeError, RuntimeError):  # a place holds nothing, or no tensor, any more
             there = False
         if not there:
             raise self._moved()
@@ -215,7 +215,7 @@ def _links(places: Iterable[Place]) -> list[Place]:
     return list(found.values())
 
 
-def _unwatched(externals: list[External], places: Places) -> list[External]:
+def _inside_compiled_code(externals: list[External], places: Places) -> list[External]:
     seen = {_torch.storage_key(e.tensor) for e in externals}
     tensors = [t for t in places.tensors() if _torch.storage_key(t) not in seen]
     return [External(t.detach(), t, "compiled code", "a line that nothing could watch") for t in tensors]

@@ -1,4 +1,4 @@
-"""Hand-offs: a break's results at fixed addresses, checked, copied and cleared of stale rows whenever the break has run.
+"""Hand-offs: a break's results at fixed addresses. Whenever the break has run they are checked, copied and cleared of stale rows.
 
 A result that is memory of an argument stays that memory, as in eager. Everything else is copied into a block of the graph
 pool, because the next segment can only read where it was told to at capture.
@@ -69,9 +69,11 @@ class Handoff:
         self.clear(got if valid is None or got < valid else valid)
 
     def taker(self, zeros: Tensor) -> Callable[[Any], None]:
-        """:meth:`accept` for a replay: the usual cases with nothing left to look up, the others as they are.
+        """A function that does what :meth:`accept` does, for replays. It has what the usual cases need in local variables, and
+        passes the other cases to :meth:`accept`.
 
-        ``zeros``: of this dtype and device. A short tail is cleared by a copy of some, in one launch with the rows before it.
+        ``zeros``: a flat tensor of this dtype and device. A short tail is cleared by a copy from it, in one launch with the copy
+        of the rows before the tail.
         """
         buffer, shape, dtype, pointer = self.buffer, self._shape, self._dtype, self._pointer
         place, full, dim, alias = buffer.get_device(), self.full, self.dim, self._alias
@@ -116,12 +118,12 @@ class Handoff:
         return head.shape, [_as_if_dense(head), tail], zeros.as_strided(tail.shape, tail.stride())
 
     def weaken(self) -> None:
-        """Let go of the memory: the pool keeps it, and gives it to others in the order of the capture."""
+        """Let go of the memory. The pool keeps it, and other tensors use it in the order of the capture."""
         self.buffer = weak_ref_tensor(self.buffer)
         self._views.clear()
 
     def clear(self, rows: int | None) -> None:
-        """Zero the rows from ``rows`` on. None, or a result without a token dimension: nothing to clear."""
+        """Zero the rows from ``rows`` on. With ``rows=None``, or without a token dimension, this does nothing."""
         if self.dim is not None and rows is not None and rows < self.full:
             self._cut(rows)[1].zero_()
 
@@ -183,11 +185,21 @@ def first_result(
 ) -> tuple[Tensor, Handoff]:
     """Settle a tensor that a break returned at capture or in the reference: what the forward goes on with, and its hand-off.
 
-    ``argument_memory``: it lies in an argument, and stays there. ``own_memory``: in memory that the forward made. Where it is
-    not, it may be the caller's state, whose rows are never cleared: then a result with one row a token of a bucket is copied.
-    ``cut_memory``: in an argument that arrived as its valid rows: it has memory of its own whatever their number, or its
-    cleared tail would be that of the argument whenever all rows are real.
-    The hand-off keeps the memory alive; a capture replaces its buffer by a weak view.
+    Args:
+        t: the tensor. ``token_dim``: its declared token dimension; None for none.
+        rows: the bucket, and ``valid``: its real rows; None where they aren't known.
+        cuts_rows: whether the break can have cut its arguments to the valid rows.
+        argument_memory: whether ``t`` lies in memory of an argument. It stays there, unless it has to be copied.
+        own_memory: whether ``t`` lies in memory that the forward made. Otherwise that may be the caller's state, whose rows are
+            never cleared, so a result with one row a token of a bucket is copied.
+        cut_memory: whether ``t`` lies in an argument that arrived as its valid rows. Then it gets memory of its own whatever
+            their number is: otherwise the tail that is cleared would be the argument's whenever all rows are real.
+        allocate: makes the memory of a copy. ``path`` and ``where``: what errors call the tensor and the break.
+
+    The hand-off keeps the memory alive. A capture replaces its buffer by a weak view.
+
+    Raises:
+        CaptureError: ``t`` isn't strided.
     """
     if t.layout is not torch.strided:
         raise CaptureError(f"{where}: {path} is a {t.layout} tensor; a hand-off must be strided. Return its parts.")
@@ -221,7 +233,7 @@ def first_result(
 _MOST_VIEWS = 64  # row counts of one hand-off whose views are kept
 _ZERO_BYTES = 2 << 20  # beyond, clearing a tail takes the device longer than the host
 _zeros: dict[str, Tensor] = {}  # of each device, as bytes
-_FUSED = {  # what CUDA copies in one launch; of other dtypes it raises
+_FUSED = {  # dtypes that CUDA copies in one launch; for others it raises an error
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2,
     torch.float8_e5m2fnuz, torch.complex128, torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
     torch.bool,
@@ -238,12 +250,12 @@ def zeros_on(device: Device, dtype: torch.dtype) -> Tensor:
 
 
 def _span(t: Tensor) -> int:
-    """How many elements there are from the first to the last of a tensor that isn't empty, gaps included."""
+    """The number of elements from the first to the last of a tensor that isn't empty, gaps included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
 
 
 def _as_if_dense(t: Tensor) -> Tensor:
-    """``t``, with the strides that a dense tensor has in dimensions of size 1: fused copies compare strides, those too."""
+    """``t`` with the strides that a dense tensor has in dimensions of size 1, because fused copies compare those strides too."""
     strides, step = list(t.stride()), 1
     for d in reversed(range(t.dim())):
         if t.shape[d] == 1:

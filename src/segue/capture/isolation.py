@@ -1,4 +1,4 @@
-"""What a capture must keep still while it lasts, put back whatever happens."""
+"""What a capture changes in the whole process, and puts back even when it fails: garbage collection, Ctrl-C, who captures."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ one_capture = threading.Lock()  # compile stance, gc and "capturing" are process
 
 
 @contextmanager
-def still() -> Iterator[None]:
-    """Hold off the garbage collector: a collection can destroy another graph, which CUDA refuses while one is recorded
-    (pytorch#161037)."""
+def no_garbage_collection() -> Iterator[None]:
+    """Turn the garbage collector off within this block: a collection can destroy another graph, which CUDA refuses while one is
+    recorded (pytorch#161037)."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -53,17 +53,18 @@ def still() -> Iterator[None]:
 
 
 def forget_casts() -> None:
-    """Between segments: a weight that autocast cast in one, and kept, would be read by later graphs when its memory has gone
-    (pytorch#71631). Turning the cache off would do as well, but compiled code guards on it and would compile anew.
+    """Clear autocast's cache, between segments. A later graph would read a weight that autocast cast in an earlier one and kept,
+    when its memory has gone (pytorch#71631). Turning the cache off would help too, but compiled code guards on it and would
+    compile anew.
     """
     torch.clear_autocast_cache()
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Put Ctrl-C off to the end of the block: half-ended, a stream capture would outlive its transaction.
+    """Delay Ctrl-C to the end of the block. An interrupt in it would leave a stream capture that outlives its transaction.
 
-    Signals reach the main thread only; other threads need nothing.
+    Signals reach the main thread only, so in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -83,7 +84,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def tuned_kernel(error: BaseException) -> str | None:
-    """The triton kernel whose autotuner ``error`` passed through, if it did."""
+    """The name of the triton kernel whose autotuner ``error`` passed through; None if it passed through none."""
     tb = error.__traceback__
     while tb is not None:
         if tb.tb_frame.f_code.co_filename.endswith("triton/runtime/autotuner.py"):

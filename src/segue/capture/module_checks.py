@@ -16,8 +16,8 @@ _training, _requires_grad = itemgetter("training"), attrgetter("requires_grad")
 class ModuleChecks:
     """Quick checks of the modules and tensors behind a forward, for every call: about 5 us for the modules of 28 layers.
 
-    It reads what the modules and tensors say now, but it doesn't see modules that were added or replaced: make a new one
-    for those.
+    It reads the present state of the modules and tensors that it was given. It doesn't see modules that were added or replaced
+    since: make a new one for those.
 
     Args:
         modules: name and module each. An empty name is that of the root.
@@ -35,7 +35,7 @@ class ModuleChecks:
     ) -> None:
         self._modules, self._named_tensors = list(modules), list(tensors)
         self._owner, self._gradient_error = owner, gradient_error
-        # A module's own attribute look-up takes twice as long as a look into its dict.
+        # Reading an attribute of a module takes twice as long as reading its dict.
         self._modes = [vars(m) for _, m in self._modules if "training" in vars(m)]
         self._tensors = [t for _, t in self._named_tensors]
 

@@ -1,4 +1,4 @@
-"""Nested values as data: taken apart once at capture, checked in one pass at every replay."""
+"""Nested values: a structure is taken apart once, at capture, and compared in one pass at every replay."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ class StructureChanged(Exception):
 
 
 class Branch:
-    """A container at a place of a structure: at replay it must have the same type and keys, and its children are taken."""
+    """Takes a container at a place of a structure: at a replay it must have the same type and keys, and its children are taken.
+
+    Raises:
+        StructureChanged: when called with another container.
+    """
 
     __slots__ = ("_keys", "_path", "_type", "children")
 
@@ -98,7 +102,7 @@ def parts_of(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def around(value: Any, keys: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """How to make containers of the type of ``value`` around children at ``keys``. Doesn't hold ``value``."""
+    """A function that makes containers of the type of ``value`` around children at ``keys``. It doesn't hold ``value``."""
     cls: Any = type(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return lambda children: cls(*children)

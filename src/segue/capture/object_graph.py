@@ -1,15 +1,16 @@
-"""What an object holds by name, and where: the one walk over the user's objects that everything here shares.
+"""What an object holds by name, and where. Every search of the user's objects is this one walk.
 
-Externals are named by it, plain values that a forward changes are found by it, and modules that a function reaches.
+It finds names for externals, the modules that a function reaches, and the plain values that a forward changes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,20 +18,20 @@ from torch import Tensor
 
 from segue import _torch
 from segue.capture.compiled import Compiled
-from segue.capture.context_paths import globals_of, is_plain, slots
+from segue.capture.context_paths import is_plain, slots
 
 _LIBRARIES = {"torch", "segue", *sys.stdlib_module_names}
 _OPAQUE = {"torch", "segue", "builtins", "functools", "logging", "threading", "_thread"}  # whose objects hold no state of a model
 _HELD_BY_CLASSES = (Tensor, torch.nn.Module, dict, list)
 _PLAIN = (bool, int, float, str)
 _DEPTH = 6  # of containers and plain objects; submodules are followed to the end
-_MOST = 50_000  # objects looked at: names are a service, and a capture must not walk the whole process for them
+_MOST = 50_000  # objects visited: names only make errors clearer, so a capture must not walk the whole process for them
 
 
 class Held(NamedTuple):
     """Something held by name: ``holder[key]``, or ``holder.key`` where the holder isn't a dict, list or tuple.
 
-    ``text``: how that is said after the name of whoever holds it, as in ``.weight``.
+    ``text``: what follows the holder's name in the name of the value, as in ``.weight``.
     """
 
     holder: Any
@@ -79,7 +80,7 @@ class Place:
         self.subscript = isinstance(holder, dict | list | tuple)
 
     def get(self) -> Any:
-        """What is there now; None if nothing is."""
+        """The value that is there now; None if there is none."""
         try:
             return self.holder[self.key] if self.subscript else getattr(self.holder, self.key)
         except (KeyError, IndexError, AttributeError, ValueError):
@@ -89,10 +90,10 @@ class Place:
 def walk(root: Any, name: str = "", enter: Callable[[Any], bool] | None = None) -> Iterator[tuple[Place, Any]]:
     """``(place, value)`` of everything that ``root`` reaches by name.
 
-    Submodules are followed to the end, other objects some levels deep. Plain values and tensors are given and not entered,
-    neither are libraries. ``enter``: which of the others are, beside modules; by default all.
+    Submodules are followed to the end, other objects some levels deep. Plain values, tensors and libraries are yielded, and what
+    they hold isn't. ``enter``: whether the walk goes on into an object that is none of these and no module; by default always.
     """
-    seen: dict[int, Any] = {}  # by id, and held, since the id of what is made anew at each look would be given out again
+    seen: dict[int, Any] = {}  # by id; held, since Python would give the id of a temporary object to another
     stack: list[tuple[Any, str, int, Place | None]] = [(root, name or _name_of(root), _DEPTH, None)]
     while stack and len(seen) < _MOST:
         obj, label, depth, within = stack.pop()
@@ -122,12 +123,12 @@ def plain_values(root: Any, name: str = "") -> dict[str, Any]:
 
 
 class Places:
-    """The place of each storage that is reachable from ``root``, the first one found. Without a root there is none.
+    """The first place found of each storage that ``root`` reaches. None as the root reaches nothing.
 
-    The walk takes milliseconds, so it may be done ahead of captures. A place counts only while the storage is still held
-    there; whoever doesn't find one may have it looked for again.
+    The walk takes milliseconds, so it may be done once for several captures. A place counts only while the storage is still held
+    there. If one is missing, :meth:`look_again` searches once more.
 
-    ``compiled``: whether compiled code is reachable.
+    ``compiled``: whether the root reaches compiled code.
     """
 
     def __init__(self, root: Any) -> None:
@@ -135,7 +136,7 @@ class Places:
         self.look_again()
 
     def look_again(self) -> None:
-        """Walk once more."""
+        """Walk from the root once more, and replace what was found before."""
         self._found: dict[int, Place] = {}
         self.compiled = self._root is not None and _is_compiled(self._root)
         for place, value in walk(self._root) if self._root is not None else ():
@@ -146,14 +147,14 @@ class Places:
                 self.compiled = self.compiled or _is_compiled(value)
 
     def of(self, t: Tensor) -> Place | None:
-        """Where ``t``'s memory is held, if it is."""
+        """The place where ``t``'s memory is held now; None if there is none."""
         key = _torch.storage_key(t)
         place = self._found.get(key)
         held = None if place is None else place.get()
         return place if isinstance(held, Tensor) and _torch.storage_key(held) == key else None
 
     def tensors(self) -> Iterator[Tensor]:
-        """What is held at all places now."""
+        """The tensors that are held at the places now."""
         for place in self._found.values():
             if isinstance(t := place.get(), Tensor):
                 yield t
@@ -166,11 +167,19 @@ def _held_by_function(fn: FunctionType) -> Iterator[Held]:
     for i, default in enumerate(fn.__defaults__ or ()):
         yield Held(fn.__defaults__, i, default, f" default {i}")
     yield from (Held(fn.__kwdefaults__, name, v, f" default {name}") for name, v in (fn.__kwdefaults__ or {}).items())
-    for name in globals_of(fn.__code__):
+    for name in _globals_of(fn.__code__):
         if name in fn.__globals__:
             yield Held(fn.__globals__, name, fn.__globals__[name], f": {name}")
     if (wrapped := getattr(fn, "__wrapped__", None)) is not None:
         yield Held(fn, "__wrapped__", wrapped, "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _globals_of(code: CodeType) -> tuple[str, ...]:
+    """Names of the globals that a function and the functions inside it read. ``co_names`` has the names of attributes as well."""
+    names = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    inner = [name for c in code.co_consts if isinstance(c, CodeType) for name in _globals_of(c)]
+    return tuple(dict.fromkeys([*names, *inner]))
 
 
 def _content(cell: CellType) -> Any:
@@ -181,14 +190,18 @@ def _content(cell: CellType) -> Any:
 
 
 def _is_library(value: Any) -> bool:
-    """Modules, builtins, and functions and classes of torch or Python: they hold nothing of the captured function's."""
+    """Whether ``value`` is a Python module, a builtin, or a function or class of torch or Python. These hold nothing of the
+    user's.
+    """
     if isinstance(value, ModuleType | BuiltinFunctionType):
         return True
     return isinstance(value, type | FunctionType) and _is_of(value, _LIBRARIES)
 
 
 def is_users(value: Any) -> bool:
-    """A container, a function, or an object of the user's own. Classes hold values of all their objects, so they are left out."""
+    """Whether ``value`` is a container, a function, or an object of the user's own. Classes don't count, because they hold values
+    of all their objects.
+    """
     if isinstance(value, type):
         return False
     if isinstance(value, dict | list | tuple | MethodType | functools.partial):

@@ -1,8 +1,8 @@
-"""The one dispatch mode of a capture, on every device: it sees each op before it is recorded.
+"""The dispatch mode of a capture, on every device. It sees each op before it is recorded.
 
-It keeps alive what the graph reads and did not make (CUDA graphs bake addresses and own nothing), notes what is written, and
-refuses what training would need. A dispatch mode works while CUDA records; one that calls itself infrastructure leaves compiled
-code compiled.
+It keeps alive what the graph reads and didn't make, as CUDA graphs bake addresses and own nothing. It notes what is written, and
+refuses ops that would record gradients. A dispatch mode works while CUDA records, and one that calls itself infrastructure leaves
+compiled code compiled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from segue.devices import Pool, Recording
 from segue.errors import CaptureError
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-Observer = Callable[[Run, Any, tuple[Any, ...], dict[str, Any]], Any]  # calls the first, and returns what that does
+Observer = Callable[[Run, Any, tuple[Any, ...], dict[str, Any]], Any]  # calls its first argument, and returns its result
 
 
 class _Observing(threading.local):
@@ -46,7 +46,7 @@ def observing(observer: Observer) -> Iterator[None]:
         _observing.observer = before
 
 
-_CAST = torch.ops.aten._to_copy.default  # to fill its cache autocast turns grad mode on; whoever uses the copy is seen by itself
+_CAST = torch.ops.aten._to_copy.default  # autocast fills its cache in grad mode; each op that uses the copy is checked by itself
 _NO_WRAPPER = Tensor.__torch_dispatch__
 _PLAIN = {int, float, bool, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format}
 _TENSOR, _NUMBERS = {"Tensor", "Optional"}, {"int", "float", "bool", "number", "str", "Device", "Generator", "List", "Optional"}
@@ -55,10 +55,10 @@ _makers: weakref.WeakKeyDictionary[Pool, dict[int, tuple[int, str]]] = weakref.W
 
 @dataclass(frozen=True, slots=True)
 class _Op:
-    """What there is to know of an op ahead of its calls.
+    """What is worked out once for an op, before its calls.
 
     ``func``: held, so that its id stays its own. ``plain``: types of arguments that neither are nor hold tensors. ``writes``:
-    positions and names. ``restores``: it gives a tensor other memory, which was not made for that.
+    positions and names of the arguments that it writes. ``restores``: it gives a tensor other memory, as ``set_`` does.
     """
 
     func: Any
@@ -80,30 +80,30 @@ class OpWatch(_torch.WatchingMode):
         # Where pool blocks begin that this capture has written or was seen to allocate, and where views of them do.
         self._made: set[int] = set()
         self._outside: set[int] = set()  # addresses of externals
-        self._before: list[tuple[int, int]] = []  # pool blocks that were alive when it began
+        self._blocks_before: list[tuple[int, int]] = []  # pool blocks that were alive when the capture began
         self.externals: dict[int, External] = {}  # by storage
-        self._unsure: dict[int, External] = {}  # of these, the ones that may yet turn out to be the pool's
+        self._unsure: dict[int, External] = {}  # those of this segment, which may lie in memory that the pool took in it
         self.recording: Recording | None = None
-        self.segment = 0  # its number
-        self.harmless = True  # the first segment has written no external
+        self.segment = 0  # the number of the segment that is recorded
+        self.harmless = True  # the first segment was seen to write no external
         self.error: BaseException | None = None  # the first refusal, even if the forward swallowed it
         self.pool = pool
         self._observer = _observing.observer
         self._record: Callable[..., Any] = _no_recording
 
     def begin_segment(self, recording: Recording, number: int) -> None:
-        """Pass what follows to ``recording``."""
+        """Pass the ops that follow to ``recording``, that of segment ``number``."""
         recording.reenter = self
         self.recording, self.segment = recording, number
         self._record = recording.run if self._observer is None else _observed(self._observer, recording)
 
     def leave(self) -> None:
-        """Pass nothing on any more."""
+        """Stop passing ops on: the segment has ended."""
         self.recording, self._record = None, _no_recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        # What this does for every op is most of what a recording costs: operands in blocks of its own pass by their address.
-        op, made = _ops.get(id(func)) or _learn(func), self._made
+        # What happens here for every op is most of a recording's cost, so operands in blocks of its own pass by their address.
+        op, made = _ops.get(id(func)) or _op_facts(func), self._made
         plain, kwargs = op.plain, kwargs or {}
         try:
             if is_grad_enabled() and func is not _CAST:
@@ -118,7 +118,7 @@ class OpWatch(_torch.WatchingMode):
                         pass
                 elif kind in plain:
                     continue
-                self._see(a, op)
+                self._hold_externals(a, op)
             if op.writes[0]:
                 self._write(op, args, kwargs)
             if types and any(t.__torch_dispatch__ is not _NO_WRAPPER for t in types):
@@ -131,12 +131,14 @@ class OpWatch(_torch.WatchingMode):
             self.error = self.error or e
             raise
 
-    def _see(self, value: Any, op: _Op) -> None:
-        """Hold the tensors in an operand, unless this capture made their memory. By storage: two may lie at one address."""
+    def _hold_externals(self, value: Any, op: _Op) -> None:
+        """Hold the tensors in an operand, unless this capture made their memory. Each storage is held once, since two storages
+        may begin at one address.
+        """
         if not isinstance(value, Tensor):
             if isinstance(value, list | tuple):
                 for v in value:
-                    self._see(v, op)
+                    self._hold_externals(v, op)
             return
         try:
             key = _torch.storage_key(value)
@@ -155,10 +157,11 @@ class OpWatch(_torch.WatchingMode):
         self._outside.add(address)
 
     def settle(self) -> None:
-        """At a segment's end: of what it met first, some may lie in memory that the pool has taken since it was looked at.
+        """At a segment's end, check the externals that were first used in it once more. During the segment the pool may have
+        taken memory that a quick ``owns`` didn't know yet.
 
         Raises:
-            CaptureError: another capture left it there.
+            CaptureError: one lies in the pool, and another capture left it there.
         """
         unsure, self._unsure = self._unsure, {}
         for key, external in unsure.items():
@@ -168,20 +171,20 @@ class OpWatch(_torch.WatchingMode):
                 self.prove(external.tensor, external.op, external.where)
 
     def begin(self) -> None:
-        """Note what is in the pool already: another capture's outputs, which this one must not read."""
-        self._before = self.pool.blocks()
+        """Note which blocks of the pool are alive already. They are other captures' outputs, which this one must not read."""
+        self._blocks_before = self.pool.blocks()
 
     def allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory of the pool for a hand-off, which a break is about to write."""
+        """Allocate memory of the pool for a hand-off, which a break is about to write. ``stride`` is in elements."""
         t = self.pool.empty(size, stride, dtype)
         self._made.add(_torch.storage_span(t)[0])
         return t
 
     def claim(self) -> None:
-        """Write this capture's name on the blocks of the pool that outlive it, for the error that another one may need."""
+        """Note that this capture made the blocks of the pool that outlive it, so that an error of a later capture can name it."""
         makers = _makers.setdefault(self.pool, {})
         alive = {address: size for address, size in self.pool.blocks()}
-        before = {address for address, _ in self._before}
+        before = {address for address, _ in self._blocks_before}
         for address in [a for a in makers if a not in alive]:
             del makers[address]
         makers.update({a: (size, self._name) for a, size in alive.items() if a not in before})
@@ -201,15 +204,23 @@ class OpWatch(_torch.WatchingMode):
                 self._note_made(r)
 
     def prove(self, t: Tensor, user: Any, where: str = "") -> None:
-        """See that this capture made ``t``'s memory: what another one left in the pool is overwritten without notice.
+        """Check that this capture made the memory of ``t``, which lies in the pool. Another capture's replays would overwrite
+        what it left there without notice.
 
-        Compiled code allocates without being seen, so a block that is alive now and wasn't at the beginning is this
-        capture's too.
+        This mode doesn't see what compiled code allocates, so a block that is alive now and wasn't at the beginning counts as
+        this capture's.
+
+        Args:
+            user: the op or argument that uses ``t``. ``where``: its line; by default the line that is running.
+
+        Raises:
+            CaptureError: another capture made it.
         """
         address = _torch.storage_span(t)[0]
         if address in self._made:
             return
-        if not _inside(address, self._before) and (_source_lines.in_compiled_code() or _inside(address, self.pool.blocks())):
+        unseen = _source_lines.in_compiled_code()
+        if not _inside(address, self._blocks_before) and (unseen or _inside(address, self.pool.blocks())):
             self._made.add(address)
             return
         maker = next((f"{name} made it" for a, (n, name) in _makers.get(self.pool, {}).items() if a <= address < a + n), None)
@@ -237,7 +248,7 @@ def _observed(observer: Observer, recording: Recording) -> Callable[..., Any]:
     return functools.partial(observer, recording.run)
 
 
-def _learn(func: Any) -> _Op:
+def _op_facts(func: Any) -> _Op:
     schema = getattr(func, "_schema", None)  # a higher-order op has none
     types = [set(re.findall(r"\w+", str(a.type))) for a in schema.arguments] if schema is not None else [{"Any"}]
     plain = _PLAIN | {list, tuple} if all(t <= _TENSOR or t <= _NUMBERS for t in types) else _PLAIN

@@ -17,7 +17,8 @@ from segue.devices import Pool, Segment
 from segue.errors import ReplayError, UsageError
 
 Step = Segment | Break
-Run = tuple[Callable[[], Any], Take | None, Take]  # what to call, what takes its result, and what refuses one where none is due
+# What to call; what takes its result, or None where the result must be None; and what refuses any other result there.
+Run = tuple[Callable[[], Any], Take | None, Take]
 
 
 class Program:
@@ -32,20 +33,22 @@ class Program:
         self._autocast = _torch.autocast_state(self._kind)
         self._all = [s.runs() if isinstance(s, Break) else _launches(s) for s in steps]
         live = [run for run, step in zip(self._all, steps, strict=True) if isinstance(step, Break) or not step.empty]
-        # The first segment alone, if the device may run it while the host looks after what the others use.
+        # The first segment alone, if the device may run it while the host checks the externals of the others.
         early = externals.early and not isinstance(steps[0], Break) and not steps[0].empty
         self._first, self._others = (live[:1], live[1:]) if early else ([], live)
 
     @property
     def callables(self) -> list[Callable[[], None]]:
-        """Every step as a callable of its own. Allocations anew, or the program would hold itself and outlive its capture."""
-        return [self._alone(run) for run in self._all]
+        """Every step as a callable of its own. They are made at each call: a program that kept them would be in a reference
+        cycle, and would outlive its capture."""
+        return [self._callable(run) for run in self._all]
 
     def run(self, valid_rows: int | None, step: Run | None = None) -> None:
-        """Launch the segments and run the breaks between them (or one of them), of which ``valid_rows`` rows are real.
+        """Launch the segments and run the breaks between them, with ``valid_rows`` real rows (None: all). ``step``: this one
+        only.
 
         Raises:
-            UsageError: a row count that can't be, or a replay inside a forward of the same pool.
+            UsageError: ``valid_rows`` is no number of the program's rows, or this is inside a forward of the same pool.
             ReplayError: it was closed, something it reads was re-pointed, or a break's result changed.
         """
         if valid_rows is not None:
@@ -66,12 +69,13 @@ class Program:
                     self.run_in_turn(valid_rows, step)
 
     def run_in_turn(self, valid_rows: int | None, step: Run | None = None) -> None:
-        """:meth:`run` for who holds the pool's turn, in the capture's grad mode, with a row count that can be.
+        """Do what :meth:`run` does, for a caller that holds the pool's turn, is in the capture's grad mode, and gives a row count
+        from 0 to the program's rows.
 
         Raises:
             as :meth:`run`.
         """
-        pool, mine = self._pool, state.__dict__  # this thread's: one look-up for all of it
+        pool, mine = self._pool, state.__dict__  # the dict of this thread: it is looked up once for all fields
         if self.closed:
             raise ReplayError(f"{self._name} can't be replayed: it was closed.")
         outer: tuple[Pool, ...] = mine.get("pools", ())
@@ -89,7 +93,7 @@ class Program:
             if outer:
                 mine["pools"] = (*outer, pool)
             if (self._autocast is not None or _torch.any_autocast()) and _torch.autocast_state(self._kind) != self._autocast:
-                raise self._cast_otherwise()
+                raise self._other_autocast()
             self.externals.check_first()
             self._run(step)
         finally:
@@ -108,14 +112,14 @@ class Program:
             "Give one of the two a pool of its own."
         )
 
-    def _cast_otherwise(self) -> ReplayError:
+    def _other_autocast(self) -> ReplayError:
         return ReplayError(
             f"{self._name} was captured under autocast {_say(self._autocast)} and is replayed under autocast "
             f"{_say(_torch.autocast_state(self._kind))}. Its segments would cast as they did, its breaks otherwise: keep "
             "autocast as it was, or capture a forward that turns it on by itself."
         )
 
-    def _alone(self, step: Run) -> Callable[[], None]:
+    def _callable(self, step: Run) -> Callable[[], None]:
         return lambda: self.run(None, step)
 
 
@@ -129,18 +133,18 @@ def _run(steps: list[Run]) -> None:
 
 
 def _launches(segment: Segment) -> Run:
-    return segment.launch, None, _taken_for_nothing
+    return segment.launch, None, _ignore_result
 
 
-def _taken_for_nothing(_: Any) -> None:
-    """A launch gives nothing."""
+def _ignore_result(_: Any) -> None:
+    """Refuse nothing: a segment's launch returns None, so it has no result that could be wrong."""
 
 
 def row_count(n: Any, what: str) -> int:
-    """``n`` as a number of rows: any whole number that isn't a flag.
+    """``n`` as a number of rows: any whole number that isn't a bool.
 
     Raises:
-        UsageError: it is none, or negative.
+        UsageError: it is no whole number, or it is negative.
     """
     try:
         count = -1 if isinstance(n, bool) else index(n)

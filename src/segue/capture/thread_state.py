@@ -1,4 +1,4 @@
-"""What this thread is doing: capturing, replaying, or running the reference. One object, so that a break costs no look-ups."""
+"""What this thread is doing: capturing, replaying, or running the reference. One object holds it, which is quick to read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _ThreadState(threading.local):
     rows: int | None = None  # the bucket
     valid: int | None = None  # of these, real ones
     pools: tuple[Pool, ...] = ()  # being captured into or replayed from, the innermost last
-    made: Allocations | None = None  # in the reference: what its forward has made
+    made: Allocations | None = None  # in the reference: the memory that its forward has made
     asked_rows: bool = False  # the break that is running has asked for its valid rows
     ctx: Any = None
 
@@ -44,7 +44,7 @@ state = _ThreadState()
 
 @contextmanager
 def active_forward(ctx: Any) -> Iterator[Any]:
-    """Make ``ctx`` the live context that breaks read with :func:`current_forward_ctx`, for this thread and block."""
+    """Make ``ctx``, any object, the live context that breaks read with :func:`current_forward_ctx`, for this thread and block."""
     before, state.ctx = state.ctx, ctx
     try:
         yield ctx
@@ -77,7 +77,9 @@ def capture_phase() -> Phase | None:
 
 @contextmanager
 def reference_frame(rows: int | None, valid_rows: int | None) -> Iterator[None]:
-    """Run breaks as plain calls that trim and clear as a replay does: what a replay of a bucket of ``rows`` must equal."""
+    """Within this block breaks are plain calls that trim and clear as a replay does. A replay of a bucket of ``rows`` rows, of
+    which ``valid_rows`` are real, must equal what runs here.
+    """
     before = (state.reference, state.rows, state.valid, state.inside_break, state.made)
     made = Allocations()
     state.reference, state.rows, state.valid, state.inside_break, state.made = True, rows, valid_rows, False, made

@@ -14,8 +14,11 @@ from segue.errors import UsageError
 def weak_ref_tensor(t: Tensor) -> Tensor:
     """A view of ``t``'s memory that doesn't keep it alive: same shape, strides, dtype and device.
 
-    Reading it after the memory was freed or reused gives whatever lies there: whoever makes one must know that the memory
-    stays, as the memory of a graph pool does. Needs no compiled extension.
+    Reading it after the memory was freed or reused gives whatever lies there. So its maker must know that the memory stays, as
+    that of a graph pool does. It needs no compiled extension.
+
+    Raises:
+        UsageError: ``t`` is no strided tensor.
     """
     if not isinstance(t, Tensor) or t.layout is not torch.strided:
         raise UsageError(f"weak_ref_tensor takes a strided tensor; got {getattr(t, 'layout', type(t).__qualname__)}")
@@ -25,7 +28,7 @@ def weak_ref_tensor(t: Tensor) -> Tensor:
 
 
 def scrub_padding_tail(n: int | None, *tensors: Tensor, dim: int = 0) -> None:
-    """Zero in place what lies at ``n`` and beyond along ``dim`` of each tensor. ``n=None``: leave them as they are."""
+    """Zero in place the rows from ``n`` on along ``dim`` of each tensor. ``n=None``: leave the tensors as they are."""
     if n is None:
         return
     for t in tensors:

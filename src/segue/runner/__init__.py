@@ -1,4 +1,4 @@
-"""Serving calls of any length from graphs of a few padded lengths."""
+"""Serves calls of any length from graphs of a few padded lengths."""
 
 from segue.runner.admission import Decision
 from segue.runner.inputs import Input

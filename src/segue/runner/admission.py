@@ -1,4 +1,4 @@
-"""May this call replay, and in which bucket: a pure function of its counts."""
+"""Admission: in which bucket a call may replay, or why it runs eager. A pure function of the call's counts."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ class Decision:
 
 @dataclass(frozen=True)
 class Admission:
-    """The rules of one runner.
+    """The rules by which one runner admits calls.
 
     Args:
         ladder: token buckets. ``requests``: request buckets, if some input is request-shaped.
-        max_padding: above it a call runs eager; a whole number counts padded rows, a fraction below 1 is their share.
+        max_padding: a call with more padding runs eager. A whole number counts padded rows, a fraction below 1 is their share.
         strategies: names, the preferred first; a call that names none takes the last, which serves every batch.
         left_out: buckets that have no graph, with the reason.
+
+    Raises:
+        UsageError: ``max_padding`` is neither.
     """
 
     ladder: Ladder
@@ -55,7 +58,11 @@ class Admission:
             )
 
     def decide(self, tokens: int, requests: int = -1, strategy: str | None = None) -> Decision:
-        """The smallest bucket that holds the call, or eager and why. O(log n), but for buckets that were left out."""
+        """Choose the smallest bucket that holds the call, or eager and why. It takes O(log n), and more where buckets are left
+        out.
+
+        ``requests``: -1 where the call has no request axis. ``strategy``: the name of the one that takes the call.
+        """
         bucket = first = self.ladder.bucket_for(tokens)
         if self.left_out:
             while bucket in self.left_out:
@@ -76,7 +83,7 @@ class Admission:
         """Check that a decision made elsewhere can serve a call.
 
         Raises:
-            UsageError: it is none, or not one of this runner's. InputError: its bucket is too small.
+            UsageError: ``d`` is no decision, or not one of this runner's. InputError: its bucket is too small.
         """
         if not isinstance(d, Decision):
             raise self.no_decision(d)
@@ -93,11 +100,11 @@ class Admission:
 
     @staticmethod
     def no_decision(d: Any) -> UsageError:
-        """The error for something else than a decision."""
+        """The error for an object that is no decision."""
         return UsageError(f"decision={d!r} is a {type(d).__qualname__}; take decisions from runner.admit(tokens)")
 
     def explain(self, tokens: int, requests: int = -1) -> str:
-        """The decision in a sentence, with its numbers."""
+        """Say the decision in a sentence, with its numbers."""
         d = self.decide(tokens, requests)
         if d.bucket is not None:
             padded = d.bucket - tokens

@@ -30,7 +30,10 @@ _warming = threading.local()
 
 
 class BucketRecorder:
-    """Makes plans: owns the input buffers and knows the pool and stream that all buckets share. Used under ``lock``."""
+    """Warms up and records buckets. It owns the input buffers, and knows the pool and the stream that all buckets share.
+
+    Its users hold ``lock``, because the buffers serve one call at a time.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,10 @@ class BucketRecorder:
         self.lock = threading.RLock()  # one call at a time fills the buffers; taken before the pool's turn
 
     def stage(self, call: Call, tokens: int, requests: int | None) -> Stage:
-        """The buffers of the inputs that ``call`` gives, made where they are new, seen at a bucket's shape."""
+        """The buffers of the inputs that ``call`` gives, at a bucket's shape. Buffers that don't exist yet are made.
+
+        ``tokens``, ``requests``: the bucket's; None without a request axis.
+        """
         shown = dict(call.specs)
         chosen: list[Buffer | None] = []
         for i, (leaf, t) in enumerate(zip(self.binder.leaves, call.tensors, strict=True)):
@@ -70,8 +76,10 @@ class BucketRecorder:
         return Stage(chosen, tokens, -1 if requests is None else requests)
 
     def reference(self, call: Call, stage: Stage, ctx: Any, strategy: Strategy | None = None) -> Layout:
-        """The function at the bucket's shape on fresh padded inputs, breaks as plain calls with the same trimming and
-        clearing; or what the strategy says that its replays equal.
+        """Run the function at the bucket's shape on fresh padded inputs. Breaks are plain calls, which trim and clear as in a
+        replay.
+
+        A strategy with a ``reference`` of its own runs that instead. Inputs that the forward wrote are noted in ``call.updates``.
         """
         own = getattr(strategy, "reference", None)
         padded = stage.padded(call.tensors, call.tokens, call.requests)  # before the frame: the forward doesn't make its inputs
@@ -89,14 +97,22 @@ class BucketRecorder:
         return self.outputs.layout(raw, call.key, stage.tokens, stage.requests, constants or ())
 
     def warm(self, call: Call, stage: Stage, ctx: Any, strategy: Strategy | None = None) -> Layout:
-        """The reference on the capture stream, so that what libraries keep for a stream exists before the capture."""
+        """Run the reference on the capture stream, so that what libraries keep for each stream exists before the capture."""
         with _on_capture_stream(self.device, self.pool, self.stream):
             return self.reference(call, stage, ctx, strategy)
 
     def record(
         self, call: Call, stage: Stage, ctx: Any, strategy: Strategy, warmed: Signature, lease: bool, job: Job
     ) -> tuple[CapturedBucket, Any]:
-        """Capture the bucket on ``call``'s values and return its graphs with the answer.
+        """Capture the bucket on ``call``'s values.
+
+        Args:
+            warmed: what the warm-up's result looked like. The capture's must look the same.
+            lease: outputs are lent.
+            job: from :meth:`job`; its ``forward`` and ``arrived`` are set here.
+
+        Returns:
+            the graphs, and the answer to the call.
 
         Raises:
             CaptureError: what the forward does can't be in a graph, or there was no memory for it.
@@ -108,7 +124,7 @@ class BucketRecorder:
         def arrived(raw: Any) -> Finish:
             layout = self.outputs.layout(raw, call.key, stage.tokens, stage.requests)
             layout.check_same(warmed)
-            kept[:] = [layout]  # of a strategy that tries twice, the last
+            kept[:] = [layout]  # a strategy may record several times, and the last one counts
 
             def finish() -> None:
                 with torch.inference_mode(as_caller):
@@ -131,7 +147,7 @@ class BucketRecorder:
         return captured, Lease(answer[0], None) if lease else answer[0]
 
     def job(self, call: Call, stage: Stage, ctx: Any) -> Job:
-        """The order to capture ``call``'s bucket."""
+        """What a strategy has to know to capture ``call``'s bucket. :meth:`record` adds the forward."""
         also = "" if stage.requests < 0 else f", {stage.requests} requests"
         return Job(
             forward=lambda: None,
@@ -148,7 +164,9 @@ class BucketRecorder:
         )
 
     def _constants(self, call: Call, stage: Stage, padded: Sequence[Tensor | None]) -> FixedShapes | None:
-        """For a forward whose outputs' sizes decide: what has a fixed shape, inputs and whatever the function reaches."""
+        """What has a fixed shape, if the sizes of the outputs decide which are token-shaped: the inputs without a token or
+        request dimension, and the tensors that the function reaches. None if sizes don't decide.
+        """
         if not self.outputs.undecided(call.key, stage.tokens, stage.requests):
             return None
         fixed = [t for leaf, t in zip(self.binder.leaves, padded, strict=True) if t is not None and leaf.declared.dim is None]
@@ -187,14 +205,14 @@ def _version(t: Tensor | None) -> int:
 
 
 def may_capture() -> bool:
-    """Whether this thread is outside any warm-up, capture and replay: inside one, a lazy bucket runs its reference once
-    more.
+    """Whether this thread is outside any warm-up, capture and replay. Inside one a lazy bucket can't be captured, so it runs its
+    reference once more.
     """
     return not state.pools and state.capture is None and not getattr(_warming, "on", False)
 
 
 def example_rows(call: Call, binder: Binder, valid: int) -> Call:
-    """``call`` with ``valid`` tokens: its rows cut, or repeated, so that the values are realistic."""
+    """``call`` with ``valid`` tokens. Its rows are cut or repeated, so that the values are realistic."""
     tensors: list[Tensor | None] = []
     specs = dict(call.specs)
     for leaf, t in zip(binder.leaves, call.tensors, strict=True):

@@ -29,7 +29,7 @@ VARIANTS = "too many variants"
 
 
 class RunsEager(Exception):
-    """No graph serves a call, for the ``reason``. Nothing of it has run, so it may run eagerly."""
+    """No graph serves a call, for the ``reason``. Nothing of the call has run, so it may run eagerly."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -41,7 +41,7 @@ class Buckets:
 
     Args:
         recorder: warms up and captures.
-        guard: looks at modules before either.
+        guard: checks the modules before either.
         strategies: by name.
         left_out: buckets without a graph, with the reason; shared with the runner's admission, which skips them.
         budget: None for no limit.
@@ -72,7 +72,7 @@ class Buckets:
         self.failed: dict[Slot, str] = {}
         self.warmed: dict[Slot, Signature] = {}
         self.variants: set[Key] = set()
-        self.said_whole = False  # that a forward met no break point
+        self.warned_no_break = False  # the log says that a forward met no break point
 
     def serve(self, call: Call, d: Decision) -> Any:
         """The answer to a call that is admitted to a bucket. This is the protocol of a bucket, for each variant and strategy:
@@ -112,7 +112,11 @@ class Buckets:
             return answer
 
     def warm(self, call: Call, bucket: int, requests: int | None, ctx: Any, strategy: Strategy | None = None) -> Layout:
-        """Run a bucket's reference as its warm-up, and keep what it showed of inputs and outputs."""
+        """Run a bucket's reference as its warm-up, and keep what it showed of inputs and outputs.
+
+        Returns:
+            what the forward returned; :meth:`Layout.give` makes the caller's answer of it.
+        """
         layout = self.recorder.warm(call, self.recorder.stage(call, bucket, requests), ctx, strategy)
         self.recorder.binder.keep(call)
         self.variants.add(call.key)
@@ -143,8 +147,8 @@ class Buckets:
                 raise
             raise RunsEager(FAILED) from e
         self.graphs[slot] = captured
-        if not captured.program.breaks and not self.said_whole and not getattr(strategy, "whole", False):
-            self.said_whole = True
+        if not captured.program.breaks and not self.warned_no_break and not getattr(strategy, "whole", False):
+            self.warned_no_break = True
             log.warning(
                 "segue: %s was captured without meeting a break point: everything in it, attention included, runs on "
                 "the padded rows. That is right for a forward that treats each row by itself",
@@ -153,24 +157,24 @@ class Buckets:
         return answer
 
     def find(self, call: Call, d: Decision) -> CapturedBucket | None:
-        """The graphs that replay this call; None if it has to be served otherwise, or compared with its reference."""
+        """The graphs that replay this call; None if it has none, or if replays are compared with the reference."""
         return self.graphs.get((call.key, d.bucket, d.requests)) if self._verifier is None else None
 
     def remember(self, route: Route, captured: CapturedBucket) -> None:
-        """Send later calls like this one straight to their graphs, for as long as the rules of admission are what they are."""
+        """Send later calls of this route straight to their graphs, until graphs are dropped or buckets are left out."""
         if len(self.routes) >= _MOST_ROUTES:
             self.routes.clear()
         self.routes[route] = captured
-        if captured.closed:  # by another thread since the call found it, which has cleared the routes before or will do so
+        if captured.closed:  # another thread closed it since the call found it, perhaps after it cleared the routes
             self.routes.clear()
 
     def drop(self, slots: Iterable[Slot]) -> None:
-        """Close some graphs."""
+        """Close the graphs of some slots, and forget all routes."""
         try:
             for slot in list(slots):
                 self.graphs.pop(slot).close()
         finally:
-            self.routes.clear()  # after the closing, which remember() looks at
+            self.routes.clear()  # after the closing, because remember() checks that
 
     def leave_out(self, buckets: Sequence[int], cost: Cost) -> None:
         """Give buckets that don't fit the memory budget no graph, and say so. Longer buckets serve their calls, if any."""
@@ -195,7 +199,7 @@ class Buckets:
         return tuple(sorted({slot[1] for slot in self.graphs if slot[1] is not None}))
 
     def _refuse_over_budget(self, bucket: int) -> None:
-        """Raise RunsEager if a lazy capture is predicted to exceed the memory budget."""
+        """Raise RunsEager if a lazy capture would exceed the memory budget by its prediction."""
         if self.budget is None:
             return
         graphs = len(self.graphs)

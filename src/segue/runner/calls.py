@@ -20,13 +20,17 @@ Key = tuple[Any, ...]  # which optional inputs are there, and the plain flags: a
 PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 _MISSING: Any = inspect.Parameter.empty
 _RESERVED = ("decision",)
-_MOST_LOOKS = 1024
-_look = attrgetter("shape", "dtype", "layout", "device")  # with ``requires_grad``, all of a tensor that decides whether it fits
-Looks = tuple[Any, ...]
+_MOST_ACCEPTED = 1024
+_metadata = attrgetter("shape", "dtype", "layout", "device")  # with ``requires_grad``, all that decides whether a tensor fits
+Metadata = tuple[Any, ...]
 
 
 class Call:
-    """One call, bound: values by parameter, tensors by declared input (None where absent), and its counts."""
+    """One call, bound: values by parameter, tensors by declared input (None where absent), and its counts.
+
+    ``key``: the variant. ``tokens``, ``requests``: real ones; ``requests`` is -1 without a request axis. ``foreign``: whether
+    some tensors are on the CPU and the runner isn't.
+    """
 
     __slots__ = ("ctx", "foreign", "key", "requests", "specs", "tensors", "tokens", "updates", "values")
 
@@ -55,7 +59,13 @@ class Call:
 
 
 class Binder:
-    """Everything about a signature that can be known before a call."""
+    """Binds calls to a function's signature, and checks them against the declared inputs.
+
+    What can be worked out before a call is worked out when it is made.
+
+    Raises:
+        UsageError: the declarations don't fit the signature.
+    """
 
     def __init__(self, fn: Callable[..., Any], inputs: Declared) -> None:
         self.label = _source_lines.of(_code_of(fn))
@@ -93,8 +103,8 @@ class Binder:
         self._pick: Callable[[Any], Sequence[Any]] = self._reach
         if not self._nested and len(self.leaves) > 1:
             self._pick = itemgetter(*[leaf.slot for leaf in self.leaves])
-        self._look = _look_if_there if self._optional else _look
-        self._accepted: dict[Looks, tuple[int, int, bool]] = {}  # what calls looked like, and their counts
+        self._metadata = _metadata_or_none if self._optional else _metadata
+        self._accepted: dict[Metadata, tuple[int, int, bool]] = {}  # of earlier calls' tensors, with the counts of those calls
         self.device: torch.device | None = None
 
     def place(self, device: torch.device) -> None:
@@ -104,7 +114,7 @@ class Binder:
             leaf.settle(device)
 
     def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any) -> tuple[Sequence[Any], Any]:
-        """The values in the order of the parameters, and the context.
+        """Put the arguments in the order of the parameters. Returns the values, and the context.
 
         Raises:
             InputError: too many, unknown, repeated or missing arguments.
@@ -147,20 +157,20 @@ class Binder:
         if kwargs or len(args) != self._all or self.ctx_slot >= 0:
             values, ctx = self.arrange(args, kwargs, ctx)
         tensors = list(self._pick(values))
-        counts = looks = None
+        counts = metadata = None
         if not torch.is_grad_enabled() or not any([getattr(t, "requires_grad", False) for t in tensors]):
             try:
-                looks = tuple(map(self._look, tensors))
-                counts = self._accepted.get(looks)
+                metadata = tuple(map(self._metadata, tensors))
+                counts = self._accepted.get(metadata)
             except (AttributeError, TypeError):  # something else than a tensor: refused below
-                looks = None
+                metadata = None
         specs: Sequence[tuple[Leaf, Spec]] = ()
         if counts is None:
             counts, specs = self._check(tensors)
-            if looks is not None and not specs:  # what a call shows first may yet be forgotten, if it fails
-                if len(self._accepted) >= _MOST_LOOKS:
+            if metadata is not None and not specs:  # a spec that this call shows is forgotten if the call fails
+                if len(self._accepted) >= _MOST_ACCEPTED:
                     self._accepted.clear()
-                self._accepted[looks] = counts
+                self._accepted[metadata] = counts
         key = () if self._plain_key else self._key(values, tensors, ctx)
         call = Call(values, ctx, tensors, key, *counts)
         if specs:
@@ -168,8 +178,8 @@ class Binder:
         return call
 
     def _check(self, tensors: Sequence[Any]) -> tuple[tuple[int, int, bool], Sequence[tuple[Leaf, Spec]]]:
-        """Check the values of all declared inputs: token and request counts, whether some are on the CPU where the runner
-        isn't, and what they show of inputs that no call has shown yet.
+        """Check the values of all declared inputs. Returns the token count, the request count and whether some are on the CPU
+        while the runner isn't; and the specs of inputs that no call has shown before.
         """
         device, grad = self.device, torch.is_grad_enabled()
         shown: list[tuple[Leaf, Spec]] = []
@@ -231,7 +241,7 @@ class Binder:
         return values
 
     def placed(self, named: dict[str, Any], tensors: Sequence[Tensor | None]) -> dict[str, Any]:
-        """``named`` with tensors in the places of the declared inputs: what ``read`` takes as keywords."""
+        """``named``, arguments by name, with ``tensors`` in the places of the declared inputs: keywords for :meth:`read`."""
         for slot, name in enumerate(self.names):
             parts = iter([t for leaf, t in zip(self.leaves, tensors, strict=True) if leaf.slot == slot])
             if slot in self._nested:
@@ -247,7 +257,7 @@ class Binder:
         return Call(call.values, call.ctx, tensors, key, call.tokens, call.requests, call.foreign)
 
     def keep(self, call: Call) -> None:
-        """Hold later calls to what this one, which succeeded, has shown of its inputs."""
+        """Keep the specs that this call, which succeeded, has shown of its inputs. Later calls must fit them."""
         for leaf, spec in call.specs:
             leaf.spec = leaf.spec or spec
         call.specs = ()
@@ -299,7 +309,7 @@ class Binder:
         for i in self._flags:
             key.append(self._flag(values[i], self.names[i], self._defaults[i]))
         for i, declared in self._nested.items():
-            key.append(_shell(values[i], declared, self.names[i]))
+            key.append(_undeclared_parts(values[i], declared, self.names[i]))
         if self._open:
             key.append(tuple((name, self._flag(value, name, _MISSING)) for name, value in sorted(values[-1].items())))
         return tuple(key)
@@ -332,7 +342,7 @@ def _plain(value: Any, name: str) -> Any:
     )
 
 
-def _shell(value: Any, declared: Any, name: str) -> Any:
+def _undeclared_parts(value: Any, declared: Any, name: str) -> Any:
     """What a structured argument holds beside its declared tensors."""
     parts = None if value is None else parts_of(value)
     if parts is None:
@@ -350,7 +360,7 @@ def _shell(value: Any, declared: Any, name: str) -> Any:
         if inner is None:
             shell.append((key, _plain(child, f"{name}.{key}")))
         elif _is_nested(inner):
-            shell.append((key, _shell(child, inner, f"{name}.{key}")))
+            shell.append((key, _undeclared_parts(child, inner, f"{name}.{key}")))
     return tuple(shell)
 
 
@@ -377,8 +387,8 @@ def _child(value: Any, key: Any) -> Any:
     return None if value is None else dict(parts_of(value) or ()).get(key)
 
 
-def _look_if_there(t: Any) -> Looks | None:
-    return None if t is None else _look(t)
+def _metadata_or_none(t: Any) -> Metadata | None:
+    return None if t is None else _metadata(t)
 
 
 def _is_nested(declared: Any) -> bool:

@@ -1,4 +1,4 @@
-"""One captured bucket of one variant: everything a replay needs, made at capture."""
+"""One captured bucket of one variant, and its replay. Everything that a replay needs was made at capture."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CapturedBucket:
         self._turn, self._fill, self._replay = pool.turn, stage.fill, program.replay
         self._count = counters.replays_of(strategy, stage.tokens)
         self._writes = bool(stage.written)
-        self._breaks = program.breaks > 0  # one may write into the buffers
+        self._breaks = program.breaks > 0  # a break may write into the buffers
         self.closed = False
         self.driver_bytes = 0  # what the driver took while this was captured
 
@@ -48,10 +48,10 @@ class CapturedBucket:
         """The forward's answer for ``call``, from the graphs.
 
         Raises:
-            ReplayError: a tensor that the graphs read was re-pointed (then nothing has run that outlives the call), or a
-                break's result changed. UsageError: this is a break of a forward of the same pool.
+            ReplayError: a tensor that the graphs read was re-pointed, in which case nothing has run that outlives the call; or a
+                break's result changed. UsageError: the call is made in a break of a forward of the same pool.
         """
-        if self._pool in state.pools:  # the program would refuse too, but by then the outer forward's inputs are gone
+        if self._pool in state.pools:  # the program would refuse too, but after the outer forward's inputs were overwritten
             raise UsageError(
                 f"bucket {self.stage.tokens} was replayed inside a forward of the same pool, whose memory it would overwrite. "
                 "Give one of the two a pool of its own."

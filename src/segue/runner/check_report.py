@@ -90,14 +90,14 @@ _loaders: list[Callable[[], Checker]] = []
 
 
 def use_checker(load: Callable[[], Checker]) -> None:
-    """Name who checks runners. It belongs to a layer above this one, so the package says it when it is put together.
+    """Say which function checks runners. It belongs to a layer above this one, so ``segue/__init__.py`` calls this.
 
     Args:
-        load: gives the checker, when the first check is asked for.
+        load: returns the checker. It is called when a check is asked for, so that importing segue doesn't import the checker.
     """
     _loaders[:] = [load]
 
 
 def checker() -> Checker:
-    """Who checks runners."""
+    """The function that checks runners."""
     return _loaders[0]()

@@ -1,4 +1,4 @@
-"""Which results have a shape that no call can change: such an output has the bucket's size by chance only."""
+"""Which results of a forward have a shape that no call can change. Such an output can have the bucket's size by chance only."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _OPEN_END = 1 << 62  # of a slice
 
 
 class FixedShapes(_torch.WatchingMode):
-    """Watches a forward's ops. ``t in constants``: its shape follows from those of ``known`` tensors alone.
+    """Watches a forward's ops. ``t in shapes`` says whether the shape of ``t`` follows from those of the ``known`` tensors alone.
 
-    Only what is certain counts: results of ops whose tensors are all known ones or results of such ops, without a size among
-    their arguments that could be the call's. Everything else, what compiled code returns too, is left alone.
+    It is true only where that is certain: ``t`` is known, or an op returned it whose tensors are all such tensors, and none of
+    whose other arguments could be a size of the call. It is false for everything else, also for what compiled code returns.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What is declared of a forward's arguments: which dimension has one row a token, and what pads it."""
+"""Declarations of a forward's arguments: which dimension of each has one row a token, and what pads it."""
 
 from __future__ import annotations
 
@@ -87,11 +87,12 @@ class Spec:
         self.tail: tuple[Any, ...] = tuple(shape[cut + 1 :])
 
     def sizes(self, rows: int) -> tuple[int, ...]:
-        """The shape with ``rows`` rows."""
+        """The shape of a tensor with ``rows`` rows; ``rows`` doesn't matter for a fixed shape."""
         grown = () if self.dim is None else (rows,)
         return (*self.head, *grown, *self.tail)
 
     def describe(self) -> str:
+        """Shape and dtype as text, as in ``[rows, 64] of torch.float32``."""
         sizes: list[Any] = [*self.head, *(() if self.dim is None else ("rows",)), *self.tail]
         return f"[{', '.join(map(str, sizes))}] of {self.dtype}"
 
@@ -109,14 +110,22 @@ class Leaf:
         self.spec: Spec | None = None
 
     def settle(self, device: torch.device) -> None:
-        """Take the specification from the declaration, if that is complete."""
+        """Take the specification from the declaration, if that has both shape and dtype.
+
+        Raises:
+            InputError: ``pad`` is no value of the dtype.
+        """
         d = self.declared
         if d.shape is not None and d.dtype is not None:
             self.spec = Spec(d.dtype, device, d.shape, d.dim)
             self._check_pad(d.dtype)
 
     def learn(self, t: Tensor, device: torch.device) -> Spec:
-        """The specification that a first tensor shows, checked against what is declared."""
+        """The specification that a first tensor shows.
+
+        Raises:
+            InputError: the tensor doesn't fit what is declared.
+        """
         d = self.declared
         if d.dim is not None and not -t.dim() <= d.dim < t.dim():
             raise InputError(

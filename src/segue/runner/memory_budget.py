@@ -1,4 +1,4 @@
-"""What buckets will cost, from what the first ones did."""
+"""The memory budget: what further buckets will cost, predicted from what the first ones cost."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class Cost:
 
     @property
     def total(self) -> int:
+        """Bytes of both together."""
         return self.pool + self.driver
 
     def __str__(self) -> str:
@@ -27,8 +28,8 @@ class Cost:
 class MemoryBudget:
     """A limit in bytes, and predictions.
 
-    All buckets share one pool, whose size is that of the largest, about linear in the rows; the driver takes its own
-    share for each graph.
+    All buckets share one pool, whose size is what the largest bucket takes, and that is about linear in its rows. The driver
+    takes a share of its own for each graph.
     """
 
     limit: int
@@ -39,7 +40,7 @@ class MemoryBudget:
         self.seen.append((bucket, cost))
 
     def predict(self, bucket: int, now: Cost, graphs_now: int, graphs_then: int) -> Cost:
-        """The cost once ``bucket`` is one of ``graphs_then`` graphs, from ``now``, that of ``graphs_now``."""
+        """Predict the cost once ``bucket`` is one of ``graphs_then`` graphs. ``now``: the cost of the present ``graphs_now``."""
         pool = now.pool
         if self.seen:
             small, large = min(self.seen, key=lambda s: s[0]), max(self.seen, key=lambda s: s[0])
@@ -50,7 +51,9 @@ class MemoryBudget:
         return Cost(pool, round(now.driver * graphs_then / graphs_now) if graphs_now else now.driver)
 
     def split(self, buckets: Sequence[int], now: Cost, graphs_now: int) -> tuple[list[int], dict[int, Cost]]:
-        """The buckets predicted to fit, and the predicted cost of the others. Small ones come first: they are cheap."""
+        """The buckets that fit by the prediction, and the predicted cost of the others. Small buckets come first, as they are
+        cheap.
+        """
         fitting: list[int] = []
         left_out: dict[int, Cost] = {}
         for count, bucket in enumerate(sorted(buckets), 1):
@@ -63,5 +66,5 @@ class MemoryBudget:
 
 
 def mib(n: int) -> str:
-    """``12.5 MiB``."""
+    """``n`` bytes as text, as in ``12.5 MiB``."""
     return f"{n / 2**20:.1f} MiB"

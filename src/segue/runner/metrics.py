@@ -1,4 +1,4 @@
-"""A runner's numbers for Prometheus. Needs the extra ``segue-graphs[prometheus]``."""
+"""A collector of runners' numbers for Prometheus. It needs the extra ``segue-graphs[prometheus]``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from segue.runner.runner import GraphRunner
 
 
 class RunnerCollector:
-    """Register it with a ``prometheus_client`` registry: ``REGISTRY.register(RunnerCollector(prefill=runner))``.
+    """Collects runners' numbers for a ``prometheus_client`` registry: ``REGISTRY.register(RunnerCollector(prefill=runner))``.
 
     Args:
         runners: by the value of their ``runner`` label.

@@ -1,4 +1,4 @@
-"""A runner's options, looked at when it is made, so that each that means nothing is refused by its name."""
+"""Checks of a runner's options, when it is made. Each raises UsageError, with the option's name, for a value without meaning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from segue.runner.ladder import Ladder
 
 
 def ladder(name: str, buckets: Any) -> Ladder:
-    """The ladder that ``buckets`` is, or lists."""
+    """``buckets`` as a ladder: it is one, or lists one's token counts."""
     if isinstance(buckets, Ladder):
         return buckets
     if not isinstance(buckets, Iterable) or isinstance(buckets, str | bytes | Tensor):
@@ -22,14 +22,14 @@ def ladder(name: str, buckets: Any) -> Ladder:
 
 
 def one_of(name: str, value: Any, first: str, second: str) -> bool:
-    """Whether ``value`` is the second of two words."""
+    """Whether ``value`` is the second of the two words that it may be."""
     if value not in (first, second):
         raise UsageError(f'{name}={value!r} is neither "{first}" nor "{second}"')
     return bool(value == second)
 
 
 def whole_number(name: str, value: Any, least: int, unit: str = "") -> int:
-    """``value``, a whole number of at least ``least``."""
+    """``value`` as an int; it must be a whole number of at least ``least``."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -40,7 +40,7 @@ def whole_number(name: str, value: Any, least: int, unit: str = "") -> int:
 
 
 def tensors(name: str, value: Any) -> list[Tensor]:
-    """The tensors that ``value`` lists."""
+    """The tensors that ``value`` lists, as a list."""
     found = list(value) if isinstance(value, Iterable) and not isinstance(value, str | Tensor | Mapping) else None
     if found is None or not all(isinstance(t, Tensor) for t in found):
         raise UsageError(f"{name}={value!r} must be a list of tensors, as in [cache.keys, cache.values]")
@@ -48,7 +48,7 @@ def tensors(name: str, value: Any) -> list[Tensor]:
 
 
 def function(name: str, value: Any, takes: str) -> Any:
-    """``value``, a function or None."""
+    """``value``, which must be a function or None. ``takes``: what the function is given, for the error."""
     if value is not None and not callable(value):
         raise UsageError(f"{name}={value!r} must be a function of {takes}")
     return value

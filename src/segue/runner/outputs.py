@@ -25,7 +25,7 @@ class Lease:
     __slots__ = ("_at", "_gone", "_pool", "_value")
 
     def __init__(self, value: Any, pool: Pool | None, gone: Callable[[], bool] | None = None) -> None:
-        self._value, self._pool, self._gone = value, pool, gone  # which keeps the graph, and with it the memory
+        self._value, self._pool, self._gone = value, pool, gone  # `gone` keeps the graph alive, and with it the memory
         self._at = None if pool is None else pool.replays
 
     @property
@@ -59,7 +59,9 @@ class Outputs:
         self._seen: dict[Any, tuple[int, Any, dict[str, Any]]] = {}
 
     def undecided(self, variant: Any, tokens: int, requests: int) -> bool:
-        """Whether sizes decide what is token-shaped, and no other bucket has shown yet which sizes follow the bucket."""
+        """Whether sizes decide which outputs are token-shaped, and no other bucket has shown yet which sizes follow the
+        bucket.
+        """
         other = self._seen.get((variant, requests), (tokens,))[0] != tokens
         return isinstance(self._token_dim, int) and tokens > 1 and not other
 
@@ -96,7 +98,9 @@ class Outputs:
         return Layout(tree, parts, where)
 
     def _compare(self, parts: list[Any], variant: Any, tokens: int, requests: int, where: str) -> None:
-        """A size that equals a bucket by chance, or follows it without being it, shows between two buckets."""
+        """Compare two buckets. That shows a size that equals the bucket by chance, or one that follows it without equalling
+        it.
+        """
         now = {path: (tuple(v.shape), dim) if isinstance(v, Tensor) else v for path, v, dim, _ in parts}
         before = self._seen.setdefault((variant, requests), (tokens, None, now))
         if before[0] == tokens:
@@ -118,7 +122,10 @@ Signature = tuple[Any, tuple[Any, ...], tuple[Any, ...]]
 
 
 class Layout:
-    """One result of a forward, taken apart. ``give`` makes the caller's."""
+    """One result of a forward, taken apart. :meth:`give` copies the caller's rows out of it.
+
+    ``tensors``: those of the result, at the bucket's shape.
+    """
 
     def __init__(self, tree: Tree, parts: list[Part], where: str) -> None:
         self._where = where
@@ -131,13 +138,13 @@ class Layout:
         self._cut: dict[tuple[int, int], list[Tensor]] = {}
 
     def weaken(self, pool: Pool) -> None:
-        """Let go of the outputs that lie in the pool: later captures use their blocks, in turn."""
+        """Let go of the outputs that lie in the pool. Later captures use their blocks too, and replays take turns."""
         with torch.inference_mode(False):
             self.tensors = [weak_ref_tensor(t) if pool.owns(t) else t.detach() for t in self.tensors]
         self._cut.clear()
 
     def give(self, tokens: int, requests: int) -> Any:
-        """Copies of the real rows, in the structure of the forward."""
+        """Copies of the real rows, in the structure of the forward's result. ``requests``: -1 without a request axis."""
         views = self._cut.get((tokens, requests))
         if views is None:
             views = self._narrow(tokens, requests)
@@ -146,14 +153,14 @@ class Layout:
         return self._build([v.clone() for v in views])
 
     def lend(self, tokens: int, requests: int) -> Any:
-        """Views of the real rows, in the structure of the forward."""
+        """Views of the real rows, in the structure of the forward's result. They hold until the pool replays again."""
         views = self._cut.get((tokens, requests))
         if views is None:
             views = self._narrow(tokens, requests)
         return views[0] if self._single else self._build(views)
 
     def kept(self) -> Layout:
-        """This layout over copies, which outlive what made the tensors."""
+        """Replace the tensors by copies, which outlive the memory that the forward used, and return this layout."""
         self.tensors = [t.clone() for t in self.tensors]
         self._cut.clear()
         return self
@@ -169,7 +176,7 @@ class Layout:
         """Check that the warm-up returned the same structure, shapes and plain values.
 
         Raises:
-            CaptureError: it did not, so Python decided something that the graph would freeze.
+            CaptureError: it returned others, so Python decided something that the graph would freeze.
         """
         now = self.signature()
         for what, a, b in zip(("structure", "plain values", "tensors"), warmed, now, strict=True):
@@ -183,7 +190,7 @@ class Layout:
                 )
 
     def difference(self, other: Layout, tokens: int, requests: int) -> str:
-        """Where the real rows differ from those of ``other`` bit for bit; NaN equals NaN. Empty if nowhere."""
+        """Say where the real rows differ from those of ``other`` bit for bit; NaN equals NaN. The text is empty if nowhere."""
         mine, theirs = self._narrow(tokens, requests), other._narrow(tokens, requests)
         for (path, _, _), a, b in zip(self._parts, mine, theirs, strict=True):
             if not torch.equal(a, b):

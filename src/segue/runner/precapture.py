@@ -1,4 +1,4 @@
-"""The explicit capture: the whole ladder from one example, within the memory budget, leaving no trace."""
+"""The explicit capture ahead of traffic: the whole ladder from one example, within the memory budget. Its writes are put back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Precapture:
     """One explicit capture of the ladder, for the variant of one example call.
 
     Args:
-        buckets: what is captured already stays.
+        buckets: the runner's. What they have captured already stays.
         call: the example.
         ladder: token buckets. ``request_ladder``: request buckets, if some input is request-shaped.
         last: the strategy that serves every call.
@@ -63,12 +63,17 @@ class Precapture:
         rungs = _rungs(list(ladder), None if request_ladder is None else list(request_ladder))
         if request_ladder is not None:
             held = [r for r in rungs if r[0] >= call.tokens and (r[1] or 0) >= call.requests]
-            self._say_too_small(rungs, held)
+            self._note_too_small(rungs, held)
             rungs = held
         self.rungs = [r for r in rungs if self._graphs(r) is None and r[0] not in buckets.left_out]
         self.done: list[Rung] = []
 
     def run(self) -> CaptureSummary:
+        """Capture every bucket that has no graph yet, largest first, and say what was done.
+
+        Raises:
+            CaptureError: a bucket can't be captured. UsageError: not even the smallest fits the memory budget.
+        """
         start = time.perf_counter()
         before = self._attributes()
         collect_garbage()
@@ -101,10 +106,10 @@ class Precapture:
     def _capture(self, rungs: Sequence[Rung], progress: Progress) -> None:
         for rung in rungs:
             progress.bucket(rung[0], _torch.free_bytes(self.recorder.device.torch_device))
-            self._one(*rung)
+            self._capture_one(*rung)
             progress.done()
 
-    def _one(self, tokens: int, requests: int | None) -> None:
+    def _capture_one(self, tokens: int, requests: int | None) -> None:
         """Warm up and capture one bucket, then put back what either wrote."""
         all_real = self._make_context is not None or self._context is None
         call = self.call
@@ -136,12 +141,11 @@ class Precapture:
             if over is None:
                 return
             cost = self.buckets.cost()
-            dropped = (
-                rest[:1] if over == 0 else rest[over:]
-            )  # the largest is too much for the pool, or all for the driver
+            # If the first, largest one is over, its pool is too large; if a later one is, the driver's share of all is.
+            dropped = rest[:1] if over == 0 else rest[over:]
             order = [r for r in order if r not in dropped]
             self._leave_out(dropped, cost)
-            self._give_up(*self.done)
+            self._drop(*self.done)
             if self.buckets.cost().pool > base.pool:
                 log.warning("segue: the pool is shared and keeps %s; nothing more is captured", self.buckets.cost())
                 return
@@ -158,7 +162,7 @@ class Precapture:
             self._capture([rung], progress)
             cost = self.buckets.cost()
             if cost.total > budget.limit:
-                self._give_up(*self.done)
+                self._drop(*self.done)
                 if rung == order[0]:
                     raise UsageError(
                         f"memory_budget={mib(budget.limit)} is too small for one bucket: the smallest, {rung[0]}, "
@@ -174,7 +178,7 @@ class Precapture:
         return [r for r in order if r[0] in fitting]
 
     def _first_over(self, rungs: Sequence[Rung], progress: Progress) -> int | None:
-        """Capture until the budget is exceeded, and say by which of ``rungs``."""
+        """Capture until the budget is exceeded. Returns the index of the rung that exceeds it; None if none does."""
         budget = self.buckets.budget
         assert budget is not None
         for i, rung in enumerate(rungs):
@@ -183,7 +187,7 @@ class Precapture:
                 return i
         return None
 
-    def _give_up(self, *rungs: Rung) -> None:
+    def _drop(self, *rungs: Rung) -> None:
         self.buckets.drop([(self.call.key, *r) for r in rungs if self._graphs(r) is not None])
         self.done = [r for r in self.done if r not in rungs]
 
@@ -192,8 +196,10 @@ class Precapture:
         self.left_out.update(dict.fromkeys(buckets, cost))
         self.buckets.leave_out(buckets, cost)
 
-    def _say_too_small(self, rungs: Sequence[Rung], held: Sequence[Rung]) -> None:
-        """A request-shaped example can't be cut or repeated: rows and requests belong together."""
+    def _note_too_small(self, rungs: Sequence[Rung], held: Sequence[Rung]) -> None:
+        """Note and log the pairs that are too small for the example. Its rows and requests belong together, so it can't be
+        cut.
+        """
         example = f"{self.call.tokens} tokens and {self.call.requests} requests"
         captured = {r[0] for r in held}
         for bucket in dict.fromkeys(r[0] for r in rungs if r[0] not in captured):
@@ -233,7 +239,7 @@ def example_call(binder: Binder, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def _rungs(tokens: list[int], requests: list[int] | None) -> list[Rung]:
-    """All buckets, largest first; with a request axis pairs, with no more requests than the tokens could be of."""
+    """All buckets, largest first. With a request axis they are pairs, with no more requests than could share the tokens."""
     if requests is None:
         return [(b, None) for b in reversed(tokens)]
     pairs: list[Rung] = []

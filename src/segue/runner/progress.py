@@ -1,4 +1,4 @@
-"""An explicit capture of the whole ladder: its progress, its summary, and what it leaves behind."""
+"""What an explicit capture shows while it lasts, and the summary that it returns."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ log = logging.getLogger("segue")
 
 @dataclass(frozen=True)
 class CaptureSummary:
-    """What ``capture()`` did. ``left_out``: buckets beyond the memory budget, with their predicted cost, and those that
-    don't hold a request-shaped example, with that reason.
+    """What ``capture()`` did. ``segments``, ``breaks``: of all buckets together. ``cost``: bytes that graphs take now.
 
-    ``changed``: Python attributes that the warm-up or capture changed, as (before, after); they are not put back.
-    ``compile_seconds``: of ``seconds``, those in which layers were compiled.
+    ``left_out``: buckets beyond the memory budget, with their predicted cost, and those that don't hold a request-shaped example,
+    with that reason. ``changed``: Python attributes that the warm-up or capture changed, as (before, after); they are not put
+    back. ``compile_seconds``: of ``seconds``, those in which layers were compiled.
     """
 
     buckets: tuple[int, ...]
@@ -48,8 +48,11 @@ class CaptureSummary:
 
 
 class Progress:
-    """Progress on stderr, one line that is rewritten: bucket, free memory, seconds. Nothing where stderr is no
+    """Shows progress on stderr as one line that is rewritten: bucket, free memory, seconds. It shows none if stderr is no
     terminal.
+
+    Args:
+        total: buckets to capture. ``shown``: False to show nothing.
     """
 
     def __init__(self, total: int, shown: bool) -> None:
@@ -60,6 +63,7 @@ class Progress:
 
     @contextmanager
     def showing(self) -> Iterator[Progress]:
+        """Show the line within this block."""
         if not self._shown:
             yield self
             return
@@ -84,17 +88,18 @@ class Progress:
         self._bar = None
 
     def bucket(self, bucket: int, free: int | None) -> None:
-        """Say which bucket is being captured, with the device's free bytes where it knows them."""
+        """Show which bucket is being captured, and the device's free bytes (None: not known)."""
         if self._bar is not None:
             memory = "" if free is None else f", {mib(free)} free"
             self._bar.update(self._task, description=f"bucket {bucket}{memory}")
 
     def done(self) -> None:
+        """Count one bucket as captured."""
         if self._bar is not None:
             self._bar.advance(self._task)
 
     def close(self, summary: object) -> None:
-        """The closing line, on stderr and in the log: what ``summary`` says as text."""
+        """Write the closing line, ``summary`` as text, to stderr and the log."""
         log.info("%s", summary)
         if self._shown:
             from rich.console import Console

@@ -1,4 +1,4 @@
-"""A reference run beside a replay, now and then."""
+"""``verify_every``: the reference is run before every so many replays, and compared with the replay."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ReplayVerifier:
         self._every, self._count, self._state = every, 0, state
 
     def run(self, call: Call, captured: CapturedBucket, recorder: BucketRecorder, strategy: Strategy) -> Any:
-        """The replay's answer.
+        """Replay the call, and compare it with the reference if it is its turn. Returns the replay's answer.
 
         Raises:
             ReplayError: it differs from the reference. UsageError: the context can't be copied.

@@ -1,4 +1,4 @@
-"""The runner: one forward, its buckets, and every call's way to an answer."""
+"""The runner: it answers every call of one forward by a replay, a capture, a warm-up or an eager run."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class GraphRunner:
     ``ctx``. What ``fn`` writes into an input is in the caller's tensor afterwards, as in eager.
 
     Args:
-        fn: over tensors; called with ``ctx`` too if it has that parameter; returns any structure of tensors and plain
-            values.
+        fn: the forward, a function of tensors. It is called with ``ctx`` too if it has that parameter, and returns any
+            structure of tensors and plain values.
         inputs: name to :class:`Input`, or to a mapping or sequence of them for an argument that is a structure.
             Arguments that aren't declared must be plain flags; they are part of the variant.
         buckets: padded token counts, a :class:`Ladder` or any iterable of sizes.
-        output_token_dim: where outputs have one row a token: a number for all that have the bucket's size there, None,
-            or a structure that says it of each.
+        output_token_dim: the dimension in which outputs have one row a token: a number, for all outputs that have the bucket's
+            size there; None; or a structure with one for each output.
         outputs: ``"copy"``: the caller owns them. ``"lease"``: a :class:`Lease`, zero-copy, good until the pool replays
             again.
         capture_ctx: from a bucket to a context, for ``capture()``; called for the warm-up and again for the capture.
@@ -126,7 +126,7 @@ class GraphRunner:
         self._preferred = {s.name for s in self.strategies[:-1]}
         self._strict, self._counters = strict, Counters()
         self._output_dims = output_token_dim, output_request_dim
-        self._asked, self._pool, self._stream = device, pool, stream
+        self._device_asked, self._pool, self._stream = device, pool, stream
         self._verifier = ReplayVerifier(verify_every, self.state) if verify_every else None
         self._closed, self._opening = False, threading.Lock()
         self._buckets: Buckets | None = None
@@ -163,11 +163,11 @@ class GraphRunner:
         return self._serve(call, decision, route, buckets) if captured is None else captured.run(call)
 
     def admit(self, tokens: int, requests: int = -1, strategy: str | None = None) -> Decision:
-        """Where a call of ``tokens`` tokens would run, and why. Pure; O(log of the number of buckets).
+        """Decide where a call of ``tokens`` tokens would run, and why. It changes nothing, and takes O(log n) for n buckets.
 
         Args:
-            requests: -1 where the call has no request axis.
-            strategy: the name of the one that takes the call; by default the last, which serves every call.
+            requests: of the call; -1 where it has no request axis.
+            strategy: the name of the strategy that takes the call; by default the last, which serves every call.
 
         Raises:
             UsageError: a count is no whole number, or negative; or there is no such strategy.
@@ -181,7 +181,11 @@ class GraphRunner:
         return self.admission.decide(tokens, requests, strategy)
 
     def explain(self, tokens: int, requests: int = -1) -> str:
-        """:meth:`admit` in a sentence, with its numbers, and whether the bucket has a graph."""
+        """Say in a sentence what :meth:`admit` decides, with its numbers, and whether the bucket has a graph.
+
+        Raises:
+            UsageError: as :meth:`admit`.
+        """
         bucket = self.admit(tokens, requests).bucket
         if self.disabled:
             return f"{tokens} tokens: eager, SEGUE=off in the environment when the runner was made"
@@ -194,12 +198,15 @@ class GraphRunner:
         return f"{text}; {'captured' if bucket in self._buckets.captured else 'not captured yet'}"
 
     def reference(self, *args: Any, ctx: Any = None, decision: Decision | None = None, **kwargs: Any) -> Any:
-        """What a replay of this call must equal bit for bit: ``fn`` at the bucket's shape, without a capture.
+        """Run what a replay of this call must equal bit for bit: ``fn`` at the bucket's shape, without a capture.
 
-        It runs on copies: the caller's inputs stay as they are, also where a call would write them.
+        It runs on copies, so the caller's inputs stay as they are, even if a call would write them.
+
+        Returns:
+            the forward's answer, with the real rows only, the caller's own.
 
         Raises:
-            NoBucketError: no bucket fits the call.
+            NoBucketError: no bucket fits the call. InputError: an argument doesn't fit. UsageError: as for a call.
         """
         if (thread.reference or thread.capture is not None) and not thread.inside_break:
             raise _nested(self._binder.label)
@@ -214,7 +221,7 @@ class GraphRunner:
             return layout.give(call.tokens, call.requests)
 
     def capture(self, *args: Any, ctx: Any = None, **kwargs: Any) -> CaptureSummary:
-        """Capture the whole ladder, largest first, from one example call of any length, and leave no trace.
+        """Capture the whole ladder, largest first, from one example call of any length, and put back what that writes.
 
         Rows beyond the example repeat it. All rows count as real, except with a plain ``ctx`` and no ``capture_ctx``:
         then those of the example do. Without an example every input needs ``shape=`` and ``dtype=``. Tensors that the
@@ -223,7 +230,8 @@ class GraphRunner:
         captured; the others are left out, and captured when calls come.
 
         Raises:
-            CaptureError: a bucket can't be captured. Those before it keep working.
+            CaptureError: a bucket can't be captured. Those before it keep working. UsageError: a module is in training mode, the
+            runner was closed, or not even one bucket fits the memory budget.
         """
         buckets = self.prepare(*args, **kwargs)
         with buckets.recorder.lock:
@@ -231,8 +239,10 @@ class GraphRunner:
         return self.summary
 
     def recapture(self, *args: Any, ctx: Any = None, **kwargs: Any) -> CaptureSummary | None:
-        """Drop every graph, then capture anew: from this example, or lazily where none is given. For weights that
-        moved.
+        """Drop every graph, then capture anew: from this example, or lazily where none is given. It is for weights that moved.
+
+        Raises:
+            as :meth:`capture`.
         """
         buckets = self.prepare(*args, **kwargs)
         with buckets.recorder.lock:
@@ -270,7 +280,7 @@ class GraphRunner:
         self.close()
 
     def _serve(self, call: Call, given: Decision | None, route: Route, buckets: Buckets) -> Any:
-        """Any call but one like an earlier one that was replayed: see :meth:`Buckets.serve`."""
+        """Answer a call whose route is not known yet. :meth:`Buckets.serve` has the protocol of the bucket that takes it."""
         if self.disabled:
             return self._eager(call, environment.DISABLED)
         decision = self._decide(call, given, route[3])
@@ -326,10 +336,10 @@ class GraphRunner:
         return buckets
 
     def _settle(self, values: Iterable[Any]) -> Buckets:
-        """Settle the device (the one asked for, the module's, or that of the first call's tensors) and begin without
+        """Settle the device (the one asked for, the module's, or that of the tensors among ``values``) and begin without
         graphs.
         """
-        asked: Any = self._asked
+        asked: Any = self._device_asked
         if asked is None:
             asked = self._pool.device if self._pool is not None else self.guard.device
         tensors = [t for v in values for _, t, _ in take_apart(v).leaves if isinstance(t, Tensor)]
@@ -405,7 +415,7 @@ class GraphRunner:
         for leaf, known in zip(clone._binder.leaves, self._binder.leaves, strict=True):
             leaf.spec = leaf.spec or known.spec
         if clone._buckets is not None:
-            clone._buckets.said_whole = True
+            clone._buckets.warned_no_break = True
         return clone
 
 

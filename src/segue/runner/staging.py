@@ -1,4 +1,4 @@
-"""Fixed memory for the inputs, and what fills it before each replay: the real rows, and padding over older rows."""
+"""Staging: fixed memory for the inputs, filled before each replay with the real rows, and with padding over older rows."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ _version = attrgetter("_version")
 class Buffer:
     """One input's storage, sized for the largest bucket. Each bucket sees its head as a contiguous tensor.
 
-    Which rows hold something else than padding is known as two ranges: ``[0, low)`` that the last call wrote, and one
-    beyond its bucket that an older, longer call left. That works where a row is the same memory in every bucket.
-    ``tracked``: whether they are known at all. Whoever writes here, a stage or another, moves the version of ``flat``.
+    Two ranges say which rows hold something else than padding: ``[0, low)``, which the last call wrote, and one beyond its
+    bucket, which an older, longer call left. ``tracked``: whether the ranges are known. That needs a row to be the same memory
+    in every bucket. Every write, a stage's or another, raises the version counter of ``flat``.
+
+    Args:
+        leaf: the declared input. ``spec``: its dtype and sizes. ``capacity``: rows of the largest bucket.
     """
 
     def __init__(self, leaf: Leaf, spec: Spec, capacity: int, device: torch.device) -> None:
@@ -45,11 +48,11 @@ class Buffer:
 
     @property
     def version(self) -> int:
-        """What the last fill left: another one means that something else has written."""
+        """The version counter of ``flat`` after the last fill. If it has another one now, something else has written."""
         return self._left[self._at]
 
     def take_over(self, left: list[int], at: int) -> None:
-        """Another stage fills from here on, and keeps in ``left[at]`` the version that its last fill left."""
+        """Let another stage fill from now on. It keeps in ``left[at]`` the version counter after its last fill."""
         if self.flat._version != self.version:
             self._low, self._from, self._upto = self.capacity, 0, 0
         self._left, self._at = left, at
@@ -61,7 +64,7 @@ class Buffer:
             return self.flat[: prod(sizes)].view(sizes)
 
     def claim(self, real: int, rows: int) -> tuple[int, int]:
-        """Rows of ``[real, rows)`` to pad again, as the first ``real`` are about to be written; noted as done."""
+        """Which rows of ``[real, rows)`` must be padded when the first ``real`` are written. They are noted as padded."""
         if not self.tracked:
             return real, rows
         low, start, upto = self._low, self._from, self._upto
@@ -77,7 +80,7 @@ class Buffer:
         return begin, end
 
     def refill(self, view: Tensor, begin: int, end: int, real: int) -> None:
-        """Pad rows ``[begin, end)`` of a bucket's view."""
+        """Pad rows ``[begin, end)`` of a bucket's view, whose first ``real`` rows are real."""
         dim = self.spec.dim
         assert dim is not None
         tail = view.narrow(dim, begin, end - begin)
@@ -87,11 +90,13 @@ class Buffer:
             tail.fill_(self.pad)
 
     def written_by_graph(self) -> None:
-        """A segment writes here without a trace in the version: pad the whole tail every time."""
+        """Note that a segment writes here. Its replays don't raise the version counter, so the whole tail is padded every
+        time.
+        """
         self.tracked = False
 
     def padded(self, t: Tensor, real: int, rows: int) -> Tensor:
-        """Fresh memory of the bucket's shape with ``t`` in it, independent of the buffer."""
+        """Fresh memory of the bucket's shape, which holds ``t`` and padding. ``real``: rows of ``t``. ``rows``: the bucket's."""
         with torch.inference_mode(False), torch.no_grad():
             view = torch.full(self.spec.sizes(rows), self.pad, dtype=self.spec.dtype, device=self.flat.device)
             if self.spec.dim is None:
@@ -106,11 +111,12 @@ class Buffer:
 class Stage:
     """The buffers of one variant in one bucket. ``fill`` is what every replay runs first.
 
-    Stages share buffers. Each keeps the versions that its last fill left in its own, and as every fill moves the versions of
-    all that it fills, those tell at once that nobody was here since: then the tails are as they were, and with as many rows
-    as before there is nothing to pad.
+    Stages share buffers. Each stage keeps the version counters that its buffers had after its last fill. Every fill raises them,
+    so equal counters say that nobody has written since. Then the tails are as they were, and with as many rows as before there
+    is nothing to pad.
 
-    ``written``: places of the inputs that segments write. What a forward writes to an input goes back to the caller's tensor.
+    ``static``: the tensors that the forward is captured on, one for each declared input; None where it is absent. ``written``:
+    places of the inputs that segments write. What a forward writes to an input goes back to the caller's tensor.
     """
 
     def __init__(self, buffers: Sequence[Buffer | None], tokens: int, requests: int) -> None:
@@ -145,7 +151,7 @@ class Stage:
         self._tails: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
     def fill(self, tensors: Sequence[Any], tokens: int, requests: int, foreign: bool = False) -> None:
-        """Copy the real rows into the buffers and pad the rows after them that hold anything else, in few fused copies.
+        """Copy the real rows into the buffers, and pad those rows after them that don't hold padding, in few fused copies.
 
         ``foreign``: some tensors are on the CPU and the buffers aren't. They go through pinned memory that torch's host
         allocator keeps until the copy has run, so that the caller may reuse its own at once.
@@ -165,7 +171,7 @@ class Stage:
                 self._fill_and_pad(tensors, tokens, requests, foreign)
             self._left[:] = map(_version, self._flats)
         except BaseException:
-            increment_version(self._flats)  # what was written isn't known, so no stage may rely on what it left
+            increment_version(self._flats)  # it isn't known what was written, so no stage may rely on its last fill
             raise
 
     def _fill_and_pad(self, tensors: Sequence[Any], tokens: int, requests: int, foreign: bool) -> None:
@@ -200,7 +206,7 @@ class Stage:
         self._counts, self._cuts = (tokens, requests) if known else None, heads
 
     def moved(self) -> bool:
-        """Whether a buffer was written since it was filled. A segment's replay may leave no trace."""
+        """Whether a buffer was written since it was filled. What a segment's replay writes needn't show."""
         return [*map(_version, self._flats)] != self._left
 
     def wrote(self, outside: Sequence[Tensor]) -> None:
@@ -213,7 +219,7 @@ class Stage:
                 self._counts = None
 
     def updates(self, call: Call) -> None:
-        """Note in ``call`` which of its tensors the forward that ran on the buffers has written, with the new values."""
+        """Note in ``call.updates`` which of its tensors the forward wrote, by writing the buffers, with the new values."""
         call.updates = [
             (call.tensors[slot], self._real(buffer, view, call))
             for slot, buffer, view in self._given
@@ -223,7 +229,10 @@ class Stage:
     def updates_of(
         self, fresh: Sequence[Tensor | None], versions: Sequence[int], wrote: Callable[[Tensor], bool], call: Call
     ) -> None:
-        """The same for a forward that ran on ``padded`` tensors; ``versions``: theirs before it. ``wrote``: seen to be."""
+        """Note the same for a forward that ran on ``fresh`` tensors, made by :meth:`padded`.
+
+        ``versions``: their version counters before it ran. ``wrote``: whether an op of the forward was seen to write a tensor.
+        """
         call.updates = [
             (call.tensors[slot], self._real(buffer, t, call))
             for slot, buffer, _ in self._given
@@ -244,7 +253,7 @@ class Stage:
         return fresh
 
     def _cut(self, tokens: int, requests: int) -> list[list[Tensor]]:
-        """The real rows of each buffer's view, by fused copy."""
+        """The real rows of each buffer's view, in groups that one fused copy takes."""
         if len(self._heads) >= _MOST_VIEWS:
             self._heads.clear()
         views = {}
@@ -255,7 +264,7 @@ class Stage:
         return heads
 
     def _tail(self, buffer: Buffer, view: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Rows to pad, and as many rows of padding."""
+        """The rows to pad, and as many rows of padding to copy there."""
         key = (id(buffer), begin, end)
         pair = self._tails.get(key)
         if pair is None:

@@ -32,7 +32,7 @@ class Stats:
 
 
 class Replays:
-    """Those of one bucket by one strategy, and the real rows in all of them. A replay counts here, in two additions."""
+    """Counts the replays of one bucket by one strategy, and the real rows in all of them. A replay makes two additions here."""
 
     __slots__ = ("calls", "tokens")
 
@@ -62,19 +62,21 @@ class Counters:
         self.replays: dict[tuple[str, int], Replays] = {}
 
     def replays_of(self, strategy: str, bucket: int) -> Replays:
-        """Where the replays of a bucket by a strategy count."""
+        """The counter of a bucket's replays by a strategy."""
         return self.replays.setdefault((strategy, bucket), Replays())
 
     def served(self, bucket: int, tokens: int) -> None:
-        """A bucket has served a call."""
+        """Count a call of ``tokens`` tokens that a bucket served by a warm-up or capture."""
         self.rows += bucket
         self.padded += bucket - tokens
 
     def fell_back(self, reason: str) -> None:
+        """Count a call that ran eager."""
         self.eager += 1
         self.reasons[reason] += 1
 
     def snapshot(self, pool_bytes: int, driver_bytes: int, buckets: tuple[int, ...]) -> Stats:
+        """The counts as they are now. The arguments go into the :class:`Stats` as they are."""
         rows, padded = self.rows, self.padded
         strategies: Counter[str] = Counter()
         for (strategy, bucket), replays in list(self.replays.items()):

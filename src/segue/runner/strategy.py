@@ -1,4 +1,4 @@
-"""How a bucket's forward is captured and replayed. One strategy here, *breakable*; others plug in."""
+"""How a bucket's forward is captured and replayed: the protocol of strategies, and the strategy *breakable*."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ Finish = Callable[[], None]
 class Job:
     """One bucket to capture.
 
-    ``forward``: the function on the static inputs, which are filled. ``arrived``: to be called with what it returned
-    before the capture ends; its result is called when the program has run whole, while nothing else can replay in the
-    pool. ``root``: where the names of what the graphs read are looked for. ``launched``: set by the strategy; whether
-    something had run when it failed, so that an eager retry would run it twice. ``inputs``: the static inputs by name,
-    at the bucket's shape.
+    ``forward``: calls the function on the static inputs, which are filled. ``arrived``: the strategy calls it with what the
+    function returned, before the capture ends. It returns a function that the strategy calls when the program has run whole,
+    while nothing else can replay in the pool. ``tokens``, ``requests``: the bucket; ``requests`` is -1 without a request axis.
+    ``valid``: the real tokens of this call, and ``ctx`` its context. ``root``: the function whose names are searched for what the
+    graphs read. ``name``: what errors call the capture. ``launched``: the strategy sets it if something had run when the capture
+    failed, which an eager retry would run twice. ``inputs``: the static inputs by name, at the bucket's shape.
     """
 
     forward: Forward
@@ -46,50 +47,60 @@ class CapturedForward(Protocol):
     """One bucket's forward, captured."""
 
     @property
-    def graphs(self) -> int: ...
+    def graphs(self) -> int:
+        """The number of segments."""
 
     @property
-    def breaks(self) -> int: ...
+    def breaks(self) -> int:
+        """The number of breaks."""
 
     @property
     def writes(self) -> Sequence[Tensor]:
         """Tensors outside the pool that the graphs write."""
 
     def replay(self, valid_rows: int | None = None) -> None:
-        """Run it on the static inputs, within the pool's turn and in inference mode. The live context is that of the innermost
-        ``active_forward``."""
+        """Run it on the static inputs. The caller holds the pool's turn and is in inference mode; the live context is that of the
+        innermost ``active_forward``. ``valid_rows``: real tokens; None means all.
 
-    def close(self) -> None: ...
+        Raises:
+            ReplayError: a tensor that the graphs read was re-pointed, or a break's result changed.
+        """
+
+    def close(self) -> None:
+        """Forbid replays and let go of the graphs."""
 
 
 class Strategy(Protocol):
-    """A way to run a bucket. ``takes`` says whether it serves a call; the last strategy of a runner serves all.
+    """A way to capture and replay a bucket. The last strategy of a runner serves every call.
 
-    A strategy whose replays don't equal the runner's function on padded inputs has a ``reference(inputs, tokens)`` too: the
-    padded inputs by name and the real tokens, to what its replay must equal, eager, with the context live. One whose
-    graphs have no breaks on purpose says ``whole = True``.
+    A strategy whose replays don't equal the runner's function on padded inputs has a method ``reference(inputs, tokens)`` too.
+    From the padded inputs by name and the number of real tokens it computes eagerly, with the context live, what its replay must
+    equal. A strategy whose graphs have no breaks on purpose has ``whole = True``.
     """
 
     name: str
 
-    def takes(self, call: Call) -> bool: ...
+    def takes(self, call: Call) -> bool:
+        """Whether this strategy serves the call. It is asked at every call, so it must be quick."""
 
-    def capture(self, job: Job) -> CapturedForward: ...
+    def capture(self, job: Job) -> CapturedForward:
+        """Run the bucket's forward once for real, and record it."""
 
 
 class Breakable:
-    """Everything between break points captured, the breaks run live. Serves every batch."""
+    """Captures everything between break points, and runs the breaks live. It serves every batch."""
 
     name = "breakable"
 
     def takes(self, call: Call) -> bool:
+        """True: it serves every call."""
         return True
 
     def capture(self, job: Job) -> CapturedForward:
         """Run the forward once for real while recording it.
 
         Raises:
-            whatever the forward or the capture raises; ``job.launched`` says whether a segment or break had run.
+            what the forward or the capture raises. ``job.launched`` then says whether a segment or break had run.
         """
         capture = BreakableCapture(
             rows=job.tokens,

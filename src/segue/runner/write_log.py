@@ -1,4 +1,4 @@
-"""What a warm-up or capture writes outside its own memory, kept so that it can be put back."""
+"""The write log: copies of what a warm-up or capture overwrites outside its own memory, so that it can be put back."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ LIMIT = 1 << 30  # bytes
 class WriteLog(Allocations):
     """Watches the ops of this thread and copies the storage of every external tensor before its first write.
 
-    Memory that a watched op made is internal. Ops of a segment being recorded pass: nothing executes there, and the
-    warm-up has written the same tensors. Memory is known by its address, since an alias may be a storage of its own.
+    Memory that a watched op made is internal. Nothing is copied for ops of a segment that is being recorded: they don't execute
+    then, and the warm-up has written the same tensors. Memory is known by its address, since an alias may be a storage of its
+    own.
 
     Args:
         internal: whether a tensor is the capture's or runner's own memory.
         state: tensors to put back in any case; they don't count against the limit.
         limit: bytes to copy at most.
+
+    Raises:
+        UsageError: from the op whose write exceeds the limit.
     """
 
     def __init__(self, internal: Callable[[Tensor], bool], state: Iterable[Tensor] = (), limit: int = LIMIT) -> None:
