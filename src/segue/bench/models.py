@@ -60,5 +60,5 @@ def last_logits(model: Any, ids: Tensor, cache: Any, run: Any = None) -> Tensor:
     ``run``: what is called in the place of ``model``, such as its compiled twin.
     """
     given = {names.cache_name(model.forward): cache}
-    logits: Tensor = (run or model)(ids, use_cache=True, logits_to_keep=1, **given).logits
+    logits: Tensor = (model if run is None else run)(ids, use_cache=True, logits_to_keep=1, **given).logits
     return logits

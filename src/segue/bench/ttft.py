@@ -186,6 +186,7 @@ class _Bench:
         runs = {way.name: _Turns(way, prompts) for way, _ in started}
         taken = timing.wall_in_turns(runs, self.times)
         untouched = sum(s.handle.stats.eager - b for s, b in zip(self._segues, before, strict=True))
+        self.progress(f"{n} tokens: " + ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in taken.items()))
         rows = [self._way_row(way, seconds, runs[way.name], taken, prompts, expected) for way, seconds in started]
         self.ways += rows
         segues = [row for row in rows if row["replay = reference"] is not None]
@@ -241,7 +242,7 @@ class _Bench:
             try:
                 seconds = way.start(prompt.ids, prompt.caches)
             except Exception as e:
-                if isinstance(way, Eager | Segue):
+                if way.name not in FORWARD_RIVALS:
                     raise
                 self.missing.append({"rival": way.name, "where": f"{n} tokens", "reason": decode.reason(e)})
                 self.progress(f"{n} tokens: {way.name} failed")

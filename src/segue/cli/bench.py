@@ -57,20 +57,19 @@ def ttft(
     breakable-cuda-graphs, piecewise-cuda-graphs, and with --decode static-cache and gpuopt-runtime. reduce-overhead takes
     half a minute for each length.
     """
-    if not torch.cuda.is_available():
-        raise UsageError("segue bench measures time, which the emulator has none of, and there is no CUDA device here")
+    device, chosen = _device_with_timing(), _rivals(rivals)
     from segue.bench import plots
     from segue.bench.ttft import measure
 
     if plot is not None:
-        plots.require_matplotlib()
+        plots.require_matplotlib()  # before minutes of measuring
     result = measure(
-        _device(),
+        device,
         model,
         lengths=lengths,
         times=times,
         progress=log.print,
-        rivals=_rivals(rivals),
+        rivals=chosen,
         compile=compile,
         buckets=buckets,
         batches=(batches or (1, 8)) if decode else (),
@@ -129,6 +128,12 @@ def prime(out: Out = None, lengths: Lengths = None, times: Times = 20, output: F
 
 def _device() -> Device:
     return resolve("cuda" if torch.cuda.is_available() else "emulator")
+
+
+def _device_with_timing() -> Device:
+    if not torch.cuda.is_available():
+        raise UsageError("segue bench measures time, which the emulator has none of, and there is no CUDA device here")
+    return _device()
 
 
 def _rivals(names: str) -> list[str]:
