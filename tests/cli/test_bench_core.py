@@ -75,6 +75,13 @@ def test_time_to_first_token_of_a_model_in_a_folder_with_every_option(model: str
     assert "16 tokens: segue ready" in result.stderr
 
 
+def test_a_plot_that_can_not_be_written_leaves_the_results(model: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    options = ["--tokens", "3", "--times", "1", "--rivals", "none", "--plot", str(tmp_path / "plot.unknown")]
+    result = run(app, [*TTFT, "--model", model, *options])
+    assert isinstance(result.exception, UsageError) and "| 3 | segue |" in result.stdout
+
+
 def test_a_planted_difference_exits_1_after_the_results(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from segue.bench import ttft
 
@@ -92,6 +99,7 @@ def test_a_planted_difference_exits_1_after_the_results(model: str, monkeypatch:
         ([], {"model": "0.6B", "lengths": None, "batches": (), "compile": False, "buckets": None, "conversations": 1}),
         (["--decode"], {"batches": (1, 8)}),
         (["--decode", "--batch", "4", "--batch", "2"], {"batches": [4, 2]}),
+        (["--batch", "4"], {"batches": [4]}),
         (["--compile", "--model", "8B", "-n", "5"], {"compile": True, "model": "8B", "lengths": [5]}),
         (["-b", "4", "-b", "8", "--conversations", "2"], {"buckets": [4, 8], "conversations": 2}),
         (["--rivals", "none"], {"rivals": []}),

@@ -376,9 +376,9 @@ def _notes(model: Shape | str | None, loaded: Any, dtype: torch.dtype, times: in
         f"Medians of {times}, all ways in turns; one call is the whole forward of a prompt, an empty cache filled, one row of "
         'logits. *segue*: strategy "auto", which serves a fresh prompt by its prime graph; *breakable*: the same prompt by the '
         "breakable graph. *start-up*: of segue the whole ladder, both strategies, captured once, compilation included; of all "
-        "others the first calls at that length. *kernel sum*: device time of the kernels of one call, in the first two tables of "
-        "the eager one. *host*: how long the call keeps the host; *outside the body*: embedding, head, and what transformers and "
-        "segue do around the graphs.",
+        "others the first calls at that length. Compilers found their caches on disk as they were. *kernel sum*: device time of "
+        "the kernels of one call, in the first two tables of the eager one. *host*: how long the call keeps the host; *outside "
+        "the body*: embedding, head, and what transformers and segue do around the graphs.",
         "*replay = reference*: hidden states, logits and cache, of segue alone. *largest difference to eager*: of the logits. "
         "Fused kernels round differently. Ladders share one pool, so *pool MiB* of a second one counts the first one's too.",
         f"{REDUCE}: compiled for each length alone; its logits are copied out of the memory that its next call overwrites"

@@ -45,7 +45,7 @@ def ttft(
     rivals: Annotated[str, typer.Option(help="all, none, or names with commas between them.")] = "all",
     decode: Annotated[bool, typer.Option("--decode", help="Measure a step of generate() too, after 128 tokens.")] = False,
     batches: Annotated[
-        list[int] | None, typer.Option("--batch", min=1, help="With --decode: a batch size, by default 1 and 8; repeatable.")
+        list[int] | None, typer.Option("--batch", min=1, help="A batch size to decode, by default 1 and 8; repeatable.")
     ] = None,
     conversations: Annotated[int, typer.Option(min=1, help="Prompts that take turns, each with a cache that lives on.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw time against tokens, and start-up, into this file.")] = None,
@@ -72,13 +72,15 @@ def ttft(
         rivals=chosen,
         compile=compile,
         buckets=buckets,
-        batches=(batches or (1, 8)) if decode else (),
+        batches=batches or ((1, 8) if decode else ()),
         conversations=conversations,
     )
-    if plot is not None:
-        plots.draw(plot, result.ways, result.startup)
-        log.print(f"drawn into {plot}")
-    _publish(result, out, output)
+    try:
+        if plot is not None:
+            plots.draw(plot, result.ways, result.startup)
+            log.print(f"drawn into {plot}")
+    finally:  # a plot that can't be written costs nobody the results
+        _publish(result, out, output)
 
 
 @app.command()
