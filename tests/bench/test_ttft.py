@@ -224,9 +224,8 @@ def test_a_copy_shares_weights_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(("name", "billions"), [("0.6B", 0.596), ("1.7B", 1.72), ("8B", 8.19)])
-def test_the_named_shapes_have_the_sizes_of_qwen3(name: str, billions: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.device("meta"):
-        model = SHAPES[name].model(torch.bfloat16, torch.device("meta"))
+def test_the_named_shapes_have_the_sizes_of_qwen3(name: str, billions: float) -> None:
+    model = SHAPES[name].model(torch.bfloat16, torch.device("meta"))
     assert model.num_parameters() / 1e9 == pytest.approx(billions, rel=0.01)
 
 
@@ -271,6 +270,23 @@ def test_gpuopt_that_falls_back_to_eager_is_a_line(monkeypatch: pytest.MonkeyPat
     result = small(lengths=(3,), batches=(1,), rivals=[decode.GPUOPT])
     assert result.right
     assert [row["reason"] for row in result.missing] == ["it fell back to eager: RuntimeError: capture failed"]
+
+
+@pytest.mark.cuda
+def test_every_rival_that_is_installed_gives_eagers_logits_on_cuda() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    result = ttft.measure(
+        resolve("cuda"), SHAPE, torch.float32, lengths=(16,), times=2, rivals=ttft.RIVALS, batches=(2,), conversations=2
+    )
+    assert result.right
+    taking_part = {row["way"] for row in (*result.ways, *result.decode)}
+    missing = {row["rival"]: row["reason"] for row in result.missing}
+    assert {ways.DYNAMO, ways.REDUCE, decode.STATIC} <= taking_part, missing
+    assert set(ttft.RIVALS) <= taking_part | set(missing)
+    assert all("not installed" in missing[name] for name in ways.RECORDERS if name in missing), missing
+    for row in result.ways:
+        assert row["largest difference to eager"] < 1e-3 and row["kernel sum ms"] > 0, row
 
 
 def test_the_plot_has_a_line_for_each_way(tmp_path: Path) -> None:
