@@ -30,6 +30,7 @@ class Shape:
     head_dim: int = 128
     intermediate: int = 3072
     vocabulary: int = 151936  # of a language model; a body has none
+    tied: bool = True  # a language model's head shares its weight with the embedding
 
     def small(self) -> Shape:
         """The same with one layer."""
@@ -42,12 +43,20 @@ class Shape:
         config = Qwen3Config(
             num_hidden_layers=self.layers, hidden_size=self.hidden, num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads, head_dim=self.head_dim, intermediate_size=self.intermediate,
-            vocab_size=self.vocabulary, max_position_embeddings=40960, tie_word_embeddings=True,
+            vocab_size=self.vocabulary, max_position_embeddings=40960, tie_word_embeddings=self.tied,
         )  # fmt: skip
         torch.manual_seed(0)
         with torch.device(device):
             model = Qwen3ForCausalLM(config)
         return model.to(dtype).eval()
+
+
+# Qwen3's sizes by the names of its models.
+SHAPES = {
+    "0.6B": Shape(),
+    "1.7B": Shape(hidden=2048, intermediate=6144),
+    "8B": Shape(layers=36, hidden=4096, heads=32, intermediate=12288, tied=False),
+}
 
 
 @break_point(trim=("q", "k", "v"))

@@ -12,8 +12,9 @@ import torch
 
 from segue.bench import timing
 from segue.bench.decoder import Shape
+from segue.bench.models import FreshPrompt, last_logits
 from segue.bench.result import SAME, BenchResult, Row
-from segue.bench.ttft import LENGTHS, FreshPrompt
+from segue.bench.ttft import LENGTHS
 from segue.check.compare import difference
 from segue.devices import Device
 from segue.integrations.transformers import accelerate, names
@@ -84,7 +85,15 @@ def measure(
 
 def _row(graphed: Any, prime: PrimeGraph, n: int, times: int) -> Row:
     model, trunk = graphed.model, prime.trunk
-    prompt = FreshPrompt(graphed, n, calls=3 * times + 28 + _RECORDINGS)
+    prompt = FreshPrompt(model, n, calls=3 * times + 28 + _RECORDINGS)
+
+    def breakable() -> Any:
+        with torch.inference_mode():
+            return last_logits(model, prompt.ids, prompt.caches.pop())
+
+    def eager() -> Any:
+        with graphed.untouched():
+            return breakable()
 
     def run() -> Any:
         with torch.inference_mode():
@@ -99,17 +108,17 @@ def _row(graphed: Any, prime: PrimeGraph, n: int, times: int) -> Row:
             prime.copies.copy(pairs)
 
     for _ in range(3):
-        prompt.forward()  # the reference, the capture, a replay
+        breakable()  # the reference, the capture, a replay
     session = names.new_cache(model.config)
     with torch.inference_mode():
         trunk.reserve(session, n)  # type: ignore[attr-defined]
         pairs = prime.copies.pairs(trunk.state(session), 0, 0, n)
         got, want = run(), prime.reference(prompt.ids)
-    runs = {"eager": prompt.eager, "breakable": prompt.forward, "prime": run, "replay": replay, "copy": copy}
+    runs = {"eager": eager, "breakable": breakable, "prime": run, "replay": replay, "copy": copy}
     taken = timing.wall_in_turns(runs, times)
     whole, copied = timing.kernels(run), timing.kernels(copy)
     busy = None if whole is None or copied is None else whole - copied
-    forwards, recordings = _recordings(prime, prompt.eager)
+    forwards, recordings = _recordings(prime, eager)
     differs = difference(got.logits, want.logits) or difference(got.hidden, want.hidden)
     return {
         "tokens": n,

@@ -1,37 +1,61 @@
-"""Time to first token of one prompt's forward with the cache filled: eager, segue, and the sum of its kernels.
+"""Time to first token of one prompt's forward with the cache filled, by segue and by what a user could pick instead.
 
-The model has the shape of Qwen3-0.6B and random weights, since times don't depend on what the weights are.
+Every way's start-up and whether it is right stand beside its speed. With random weights the times are those of real ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from segue import _torch
-from segue.bench import timing
+from segue.bench import decode, timing
 from segue.bench.decoder import Shape
+from segue.bench.models import FreshPrompt, last_logits, load
 from segue.bench.result import SAME, BenchResult, Row
+from segue.bench.ways import (
+    CALLS_TO_START,
+    EAGER,
+    FORWARD_RIVALS,
+    REDUCE,
+    Accelerator,
+    Eager,
+    Segue,
+    Way,
+    forward_rival,
+)
 from segue.devices import Device
-from segue.integrations.transformers import accelerate, names
+from segue.errors import SegueError
+from segue.integrations.transformers import names
 from segue.integrations.transformers.attention import init_layer
 
 LENGTHS = (16, 128, 512, 2048)
+LENGTHS_BETWEEN = (300, 700, 1100, 1500)  # no powers of two, so that a ladder of those pads them
+RIVALS = (*FORWARD_RIVALS, *decode.DECODE_RIVALS)
+_HOST_CALLS = 20
+_MORE_CALLS = 2 * _HOST_CALLS + CALLS_TO_START + 12  # of one way, beside the rounds: warm-ups, the profile and verdicts too
 
 
 @dataclass(frozen=True, kw_only=True)
 class FirstToken(BenchResult):
-    """Times to the first token."""
+    """Times to the first token, and of a decoding step where that was asked for."""
 
     title = "Time to first token, one prompt, cache filled"
 
-    rows: list[Row]  # one per length
-    capture: Row
+    rows: list[Row]  # one per length: each way's milliseconds
+    between: list[Row]  # the same for lengths between buckets
+    ways: list[Row]  # one per length and way: start-up and verdict beside the speed
+    startup: list[Row]  # one per way: seconds by how many lengths are ready
+    decode: list[Row]  # one per batch and way
+    captures: list[Row]  # one per accelerated model
+    missing: list[Row]  # rivals that were asked for and couldn't be measured, with the reason
     breaks: list[Row]  # where a break's host time goes
 
     @property
@@ -39,148 +63,295 @@ class FirstToken(BenchResult):
         """The rows under the titles that are printed above them."""
         return {
             "One prompt": self.rows,
-            "Capturing the ladder": [self.capture],
+            "Lengths between buckets": self.between,
+            "Each way, its start-up and whether it is right": self.ways,
+            "Seconds of start-up, by the number of lengths that are ready": self.startup,
+            "One step of generate()": self.decode,
+            "Capturing the ladder": self.captures,
+            "Rivals that have no row": self.missing,
             "Where the host time of one attention break goes, each part alone": self.breaks,
         }
 
 
-class FreshPrompt:
-    """A random prompt of ``n`` tokens for an accelerated model, with caches for so many ``calls``.
-
-    The caches are made before the clock starts, as generate() makes one before its forwards. Each call uses one up.
-    """
-
-    def __init__(self, graphed: Any, n: int, calls: int) -> None:
-        self._graphed, self._model = graphed, graphed.model
-        draw = torch.Generator().manual_seed(n)
-        self.ids = torch.randint(0, self._model.config.vocab_size, (1, n), generator=draw).to(self._model.device)
-        self._cache_name = names.cache_name(self._model.forward)
-        self.caches = [names.new_cache(self._model.config) for _ in range(calls)]
-
-    def forward(self) -> Any:
-        """The logits [1, 1, V] of the last token, with a fresh cache filled."""
-        with torch.inference_mode():
-            return self._model(self.ids, use_cache=True, logits_to_keep=1, **{self._cache_name: self.caches.pop()})
-
-    def eager(self) -> Any:
-        """The same by the untouched model."""
-        with self._graphed.untouched():
-            return self.forward()
-
-    def breakable(self) -> Any:
-        """The same by the breakable graphs, without prime."""
-        with self._graphed.without_prime():
-            return self.forward()
-
-
 def measure(
     device: Device,
-    shape: Shape | None = None,
+    model: Shape | str | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    lengths: Sequence[int] = LENGTHS,
+    lengths: Sequence[int] | None = None,
     times: int = 20,
     progress: Callable[[str], None] = lambda line: None,
+    *,
+    rivals: Sequence[str] = (),
+    compile: bool = False,
+    buckets: Sequence[int] | None = None,
+    batches: Sequence[int] = (),
+    conversations: int = 1,
 ) -> FirstToken:
-    """Capture the default ladder up to the longest of ``lengths``, breakable and with prime, and measure at each of them.
+    """Capture the ladder up to the longest prompt, and measure every way at each of ``lengths``, in turns.
 
-    ``shape``: by default Qwen3-0.6B's. ``times``: measurements of each, of which the median counts. ``progress``: gets a line
-    for each step.
+    Args:
+        device: that of the model, and where it is captured.
+        model: a shape, the name of one, or what ``from_pretrained`` takes; by default Qwen3-0.6B's shape.
+        dtype: that of the weights.
+        lengths: tokens of a prompt; by default :data:`LENGTHS`, and :data:`LENGTHS_BETWEEN` in a table of their own.
+        times: measurements of each, of which the median counts.
+        progress: gets a line for each step.
+        rivals: some of :data:`RIVALS`. One that is missing or fails gets a row that says why.
+        compile: measure segue with compiled layers too.
+        buckets: the ladder of segue's graphs; None means segue's default.
+        batches: batch sizes of which a decoding step is measured.
+        conversations: prompts that take turns, the cache of each living until its next turn.
+
+    Raises:
+        UsageError: the model can't be loaded.
+        SegueError: the model can't be accelerated without compiled layers.
     """
-    shape = shape or Shape()
-    model = shape.model(dtype, device.torch_device).requires_grad_(False)
-    with accelerate(model, max_tokens=max(lengths), device=device) as graphed:
-        start = time.perf_counter()
-        graphed.capture()
-        timing.synchronize()
-        seconds = time.perf_counter() - start
-        stats = graphed.stats
-        capture = {
-            "buckets": stats.captured,
-            "seconds": seconds,
-            "pool MiB": stats.pool_bytes / 2**20,
-            "driver MiB": stats.driver_bytes / 2**20,
-        }
-        rows = []
-        for n in lengths:
-            progress(f"{n} tokens")
-            rows.append(_row(graphed, n, times))
+    between = () if lengths else LENGTHS_BETWEEN
+    lengths = lengths or LENGTHS
+    loaded = load(model or Shape(), dtype, device.torch_device)
+    bench = _Bench(loaded, device, times, conversations, progress)
+    try:
+        bench.accelerate(max(*lengths, *between, *(b * decode.PROMPT for b in batches), 1), compile, buckets)
+        bench.add_rivals(rivals)
+        with _many_compilations(rivals):
+            rows = [bench.row(n) for n in lengths]
+            rows_between = [bench.row(n) for n in between]
+            steps = bench.decoding(batches, rivals)
         progress("a break's host time")
-        breaks = _breaks(graphed, shape, dtype, min(lengths), device.torch_device)
-    notes = [f"shape: {dataclasses.asdict(shape)}, {str(dtype).removeprefix('torch.')}"]
-    notes.append(
-        f'Medians of {times}, in turns. *segue*: strategy "auto", which serves a fresh prompt by its prime graph; *breakable*: '
-        "the same prompt by the breakable graph. *kernel sum*: device time of the kernels of one eager forward. *host*: how long "
-        "the call keeps the host; *outside the body*: embedding, head, and what transformers and segue do around the graphs."
-    )
-    right = all(row["replay = reference"] == SAME for row in rows)
-    return FirstToken(rows=rows, capture=capture, breaks=breaks, right=right, notes=notes)
+        breaks = _breaks(loaded, min(lengths))
+    finally:
+        bench.close()
+    right = bench.right and all(row["replay = reference"] == SAME for row in (*rows, *rows_between))
+    right = right and all(row["replay = reference"] in (None, SAME) for row in steps)
+    return FirstToken(
+        rows=rows, between=rows_between, ways=bench.ways, startup=bench.startup(), decode=steps, captures=bench.captures,
+        missing=bench.missing, breaks=breaks, right=right, notes=_notes(model, loaded, dtype, times, conversations),
+    )  # fmt: skip
 
 
-def _row(graphed: Any, n: int, times: int) -> Row:
-    prompt = FreshPrompt(graphed, n, calls=3 * times + 80)
-    before = graphed.stats
-    runs = {"eager": prompt.eager, "segue": prompt.forward, "breakable": prompt.breakable}
-    taken = timing.wall_in_turns(runs, times)
-    after = graphed.stats
-    busy = timing.kernels(prompt.eager)
-    same, off = _compare(graphed, prompt.ids)
-    with graphed.without_prime():
-        same = _compare(graphed, prompt.ids)[0] and same
-    served = {name: count - before.strategies.get(name, 0) for name, count in after.strategies.items()}
-    host = timing.host(prompt.forward, times=20, batch=1), timing.host(prompt.breakable, times=20, batch=1)
-    with graphed.with_body(lambda x, *_, **__: x):
-        around = timing.host(prompt.breakable, times=20, batch=1)
-    return {
-        "tokens": n,
-        "eager ms": taken["eager"] * 1e3,
-        "segue ms": taken["segue"] * 1e3,
-        "breakable ms": taken["breakable"] * 1e3,
-        "kernel sum ms": None if busy is None else busy * 1e3,
-        "eager / segue": taken["eager"] / taken["segue"],
-        "segue / kernel sum": None if busy is None else taken["segue"] / busy,
-        "eager / breakable": taken["eager"] / taken["breakable"],
-        "breakable / kernel sum": None if busy is None else taken["breakable"] / busy,
-        "host ms, segue": host[0] * 1e3,
-        "host ms, breakable": host[1] * 1e3,
-        "of it outside the body": around * 1e3,
-        "served by": ", ".join(f"{name} {count}" for name, count in served.items() if count),
-        "untouched": after.eager - before.eager,
-        "replay = reference": SAME if same else "NO",
-        "largest difference to eager": off,
-    }
+@dataclass
+class _Bench:
+    """One run: the ways that take part, and the rows that they have given so far."""
+
+    model: Any  # the untouched one
+    device: Device
+    times: int
+    conversations: int
+    progress: Callable[[str], None]
+
+    right: bool = True
+    captures: list[Row] = field(default_factory=list)
+    missing: list[Row] = field(default_factory=list)
+    ways: list[Row] = field(default_factory=list)
+    _segues: list[Segue] = field(default_factory=list)
+    _taking_part: list[Way] = field(default_factory=list)
+
+    def accelerate(self, max_tokens: int, compile: bool, buckets: Sequence[int] | None) -> None:
+        """Capture the ladder, and with ``compile`` once more with compiled layers."""
+        self._taking_part.append(Eager(EAGER, self.model))
+        self._add_segue("segue", Accelerator(self.model, max_tokens, self.device, False, buckets))
+        if not compile:
+            return
+        try:
+            self._add_segue("segue compiled", Accelerator(self.model, max_tokens, self.device, True, buckets))
+        except SegueError as e:
+            self.right = False
+            self.missing.append({"rival": "segue compiled", "where": "everywhere", "reason": decode.reason(e)})
+
+    def add_rivals(self, rivals: Sequence[str]) -> None:
+        """Let these rivals of a prompt's forward take part."""
+        for name in rivals:
+            if name in FORWARD_RIVALS:
+                try:
+                    way = forward_rival(name, self.model, self.device, keeps_caches=self.conversations > 1)
+                except Exception as e:
+                    self.missing.append({"rival": name, "where": "everywhere", "reason": decode.reason(e)})
+                else:
+                    self._taking_part.append(way)
+
+    def close(self) -> None:
+        """Free all graphs."""
+        for way in self._taking_part:
+            way.close()
+        for segue in self._segues:
+            segue.handle.restore()
+
+    def row(self, n: int) -> Row:
+        """Measure all ways at ``n`` tokens."""
+        calls = (len(self._taking_part) + 1) * (self.times + _MORE_CALLS)
+        prompts = [FreshPrompt(self.model, n, calls, seed=100_000 * i) for i in range(self.conversations)]
+        expected = [self._logits(self._taking_part[0], prompt) for prompt in prompts]
+        started = self._started(prompts[0])
+        before = [segue.handle.stats.eager for segue in self._segues]
+        runs = {way.name: _Turns(way, prompts) for way, _ in started}
+        taken = timing.wall_in_turns(runs, self.times)
+        untouched = sum(s.handle.stats.eager - b for s, b in zip(self._segues, before, strict=True))
+        self.progress(f"{n} tokens: " + ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in taken.items()))
+        rows = [self._way_row(way, seconds, runs[way.name], taken, prompts, expected) for way, seconds in started]
+        self.ways += rows
+        segues = [row for row in rows if row["replay = reference"] is not None]
+        return {
+            "tokens": n,
+            **{f"{name} ms": seconds * 1e3 for name, seconds in taken.items()},
+            "kernel sum ms": rows[0]["kernel sum ms"],
+            "eager / segue": taken[EAGER] / taken["segue"],
+            "untouched": untouched,
+            "replay = reference": SAME if all(row["replay = reference"] == SAME for row in segues) else "NO",
+            "largest difference to eager": max(row["largest difference to eager"] for row in segues),
+        }
+
+    def decoding(self, batches: Sequence[int], rivals: Sequence[str]) -> list[Row]:
+        """Measure a decoding step at each of ``batches``."""
+        generates: dict[str, decode.Generate] = {}
+        for name in rivals if batches else ():
+            if name in decode.DECODE_RIVALS:
+                try:
+                    generates[name] = decode.decode_rival(name, self.model, self.device)
+                except Exception as e:
+                    self.missing.append({"rival": name, "where": "decode", "reason": decode.reason(e)})
+        autos = [segue for segue in self._segues if segue.prime]
+        times = min(self.times, 5)  # each of them has many steps
+        return [
+            row
+            for batch in batches
+            for row in decode.measure_batch(self.model, autos, generates, batch, times, self.missing, self.progress)
+        ]
+
+    def startup(self) -> list[Row]:
+        """Each way's seconds of start-up for one length, for two, and so on; a ladder is captured once."""
+        once = {way.name for way in self._taking_part if way.once}
+        seconds: dict[str, list[float]] = {}
+        for row in self.ways:
+            seconds.setdefault(row["way"], []).append(row["start-up s"])
+        sums = {name: given if name in once else list(itertools.accumulate(given)) for name, given in seconds.items()}
+        return [{"way": name, **{str(i): s for i, s in enumerate(given, 1)}} for name, given in sums.items()]
+
+    def _add_segue(self, name: str, accelerator: Accelerator) -> None:
+        stats = accelerator.handle.stats
+        self.progress(f"{name}: {stats.captured} buckets captured in {accelerator.seconds:.1f} s")
+        pool = {"pool MiB": stats.pool_bytes / 2**20, "driver MiB": stats.driver_bytes / 2**20}
+        self.captures.append({"way": name, "buckets": stats.captured, "seconds": accelerator.seconds, **pool})
+        both = [Segue(name, accelerator, prime=True), Segue(f"{name}, breakable", accelerator, prime=False)]
+        self._segues += both
+        self._taking_part += both
+
+    def _started(self, prompt: FreshPrompt) -> list[tuple[Way, float]]:
+        """The ways that are ready for the prompt's length, with the seconds of their start-up."""
+        n, ready = prompt.ids.shape[1], []
+        for way in self._taking_part:
+            try:
+                seconds = way.start(prompt.ids, prompt.caches)
+            except Exception as e:
+                if way.name not in FORWARD_RIVALS:
+                    raise
+                self.missing.append({"rival": way.name, "where": f"{n} tokens", "reason": decode.reason(e)})
+                self.progress(f"{n} tokens: {way.name} failed")
+                continue
+            ready.append((way, seconds))
+            self.progress(f"{n} tokens: {way.name} ready, start-up {seconds:.1f} s")
+        return ready
+
+    def _way_row(
+        self, way: Way, seconds: float, run: _Turns, taken: dict[str, float], prompts: list[FreshPrompt], expected: list[Tensor]
+    ) -> Row:
+        mine, busy = taken[way.name], timing.kernels(run)
+        host = timing.host(run, times=_HOST_CALLS, batch=1)
+        off = max((self._logits(way, p) - e).abs().max().item() for p, e in zip(prompts, expected, strict=True))
+        row: Row = {
+            "tokens": prompts[0].ids.shape[1],
+            "way": way.name,
+            "ms": mine * 1e3,
+            "eager / this": taken[EAGER] / mine,
+            f"this / {REDUCE}": mine / taken[REDUCE] if REDUCE in taken else None,
+            "start-up s": seconds,
+            "replay = reference": None,
+            "largest difference to eager": off,
+            "kernel sum ms": None if busy is None else busy * 1e3,
+            "call less its kernels ms": None if busy is None else (mine - busy) * 1e3,
+            "host ms": host * 1e3,
+            "of it outside the body": None,
+            "served by": None,
+        }
+        return row | self._segue_cells(way, run, prompts) if isinstance(way, Segue) else row
+
+    def _segue_cells(self, way: Segue, run: _Turns, prompts: list[FreshPrompt]) -> Row:
+        before = way.handle.stats.strategies
+        run()
+        served = {name: count - before.get(name, 0) for name, count in way.handle.stats.strategies.items()}
+        cells: Row = {"served by": ", ".join(name for name, count in served.items() if count) or "the untouched model"}
+        with way.context():
+            same = all([_compare(way.handle, prompt.ids) for prompt in prompts])
+        if not way.prime:
+            with way.handle.with_body(lambda x, *_, **__: x):
+                cells["of it outside the body"] = timing.host(run, times=_HOST_CALLS, batch=1) * 1e3
+        return cells | {"replay = reference": SAME if same else "NO"}
+
+    def _logits(self, way: Way, prompt: FreshPrompt) -> Tensor:
+        return way.forward(prompt.ids, prompt.caches.pop()).float().clone()
 
 
-def _compare(graphed: Any, ids: torch.Tensor) -> tuple[bool, float]:
-    """Whether a replay's hidden states are the reference's, and how far from the untouched model's they are."""
-    decoder = graphed.model.base_model
+class _Turns:
+    """A run of one way in which the prompts take turns. Where there are several, a prompt's cache lives until its next turn."""
 
-    def hidden() -> torch.Tensor:
+    def __init__(self, way: Way, prompts: list[FreshPrompt]) -> None:
+        self._way, self._prompts, self._next = way, prompts, 0
+        self._kept: list[Any] = [None] * len(prompts)
+
+    def __call__(self) -> None:
+        i, self._next = self._next, (self._next + 1) % len(self._prompts)
+        prompt = self._prompts[i]
+        cache = prompt.caches.pop()
+        self._way.forward(prompt.ids, cache)
+        if len(self._prompts) > 1:
+            self._kept[i] = cache
+
+
+@contextmanager
+def _many_compilations(rivals: Sequence[str]) -> Iterator[None]:
+    """Let dynamo compile the same code for each length. By default it gives up after eight times and runs it eagerly."""
+    if not {*FORWARD_RIVALS, decode.STATIC} & set(rivals):
+        yield
+        return
+    import torch._dynamo.config as config
+
+    before, config.recompile_limit = config.recompile_limit, 128
+    try:
+        yield
+    finally:
+        config.recompile_limit = before
+
+
+def _compare(graphed: Any, ids: Tensor) -> bool:
+    """Whether a replay gives the reference's bits: all hidden states, the last token's logits, and the cache that was filled."""
+
+    def given() -> list[Tensor]:
+        model, cache = graphed.model, names.new_cache(graphed.model.config)
         with torch.inference_mode():
-            return decoder(ids, use_cache=True).last_hidden_state.clone()  # type: ignore[no-any-return]
+            hidden = model.base_model(ids, use_cache=True).last_hidden_state
+            logits = last_logits(model, ids, cache)
+            return [t.clone() for t in (logits, hidden, *(t for layer in cache.layers for t in (layer.keys, layer.values)))]
 
-    replayed = hidden()
+    replayed = given()
     with graphed.reference():
-        reference = hidden()
-    with graphed.untouched():
-        eager = hidden()
-    return torch.equal(replayed, reference), (replayed.float() - eager.float()).abs().max().item()
+        reference = given()
+    return all(map(torch.equal, replayed, reference))
 
 
-def _breaks(graphed: Any, shape: Shape, dtype: torch.dtype, n: int, device: torch.device) -> list[Row]:
+def _breaks(model: Any, n: int) -> list[Row]:
     """Host microseconds of each thing that one attention break does, one by one, at ``n`` tokens of a fresh prompt."""
-    module = graphed.model.base_model.layers[0].self_attn
-    attention = names.attention_function(module, graphed.model.config._attn_implementation)
-    q, k, v = (
-        torch.zeros(1, n, heads, shape.head_dim, dtype=dtype, device=device).transpose(1, 2)
-        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
-    )
-    result = torch.zeros(1, n, shape.heads, shape.head_dim, dtype=dtype, device=device)
-    handoff = torch.zeros(1, 2 * n, shape.heads, shape.head_dim, dtype=dtype, device=device)
+    config, module = model.config, model.base_model.layers[0].self_attn
+    attention = names.attention_function(module, config._attn_implementation)
+    heads, width = config.num_attention_heads, module.head_dim
+    options: Any = {"dtype": model.dtype, "device": model.device}
+    kv_heads = config.num_key_value_heads
+    q, k, v = (torch.zeros(1, n, h, width, **options).transpose(1, 2) for h in (heads, kv_heads, kv_heads))
+    result = torch.zeros(1, n, heads, width, **options)
+    handoff = torch.zeros(1, 2 * n, heads, width, **options)
     both, zeros = [handoff[:, :n], handoff[:, n:]], torch.zeros_like(result)
     times, batch = 200, 10
-    caches = [names.new_cache(graphed.model.config) for _ in range(times + batch)]
+    caches = [names.new_cache(config) for _ in range(times + batch)]
 
-    def attend() -> torch.Tensor:
+    def attend() -> Tensor:
         return attention(module, q, k, v, None, dropout=0.0, scaling=module.scaling, sliding_window=None)[0]  # type: ignore[no-any-return]
 
     def update() -> None:
@@ -196,3 +367,22 @@ def _breaks(graphed: Any, shape: Shape, dtype: torch.dtype, n: int, device: torc
     }
     with torch.inference_mode():
         return [{"part": part, "host us": timing.host(run, times, batch) * 1e6} for part, run in parts.items()]
+
+
+def _notes(model: Shape | str | None, loaded: Any, dtype: torch.dtype, times: int, conversations: int) -> list[str]:
+    shape = model if isinstance(model, str) else dataclasses.asdict(model or Shape())
+    notes = [
+        f"model: {shape}, {loaded.num_parameters() / 1e9:.2f} G parameters, {str(dtype).removeprefix('torch.')}",
+        f"Medians of {times}, all ways in turns; one call is the whole forward of a prompt, an empty cache filled, one row of "
+        'logits. *segue*: strategy "auto", which serves a fresh prompt by its prime graph; *breakable*: the same prompt by the '
+        "breakable graph. *start-up*: of segue the whole ladder, both strategies, captured once, compilation included; of all "
+        "others the first calls at that length. Compilers found their caches on disk as they were. *kernel sum*: device time of "
+        "the kernels of one call, in the first two tables of the eager one. *host*: how long the call keeps the host; *outside "
+        "the body*: embedding, head, and what transformers and segue do around the graphs.",
+        "*replay = reference*: hidden states, logits and cache, of segue alone. *largest difference to eager*: of the logits. "
+        "Fused kernels round differently. Ladders share one pool, so *pool MiB* of a second one counts the first one's too.",
+        f"{REDUCE}: compiled for each length alone; its logits are copied out of the memory that its next call overwrites"
+        + (f". {conversations} conversations take turns, so its cache is copied out too." if conversations > 1 else
+           ", its cache is not, so that it is gone with the next call."),
+    ]  # fmt: skip
+    return notes

@@ -33,13 +33,54 @@ def bench() -> None:
 
 
 @app.command()
-def ttft(out: Out = None, lengths: Lengths = None, times: Times = 20, output: FormatOption = Format.MD) -> None:
-    """Time to first token of the Qwen3-0.6B shape: eager, segue, and the sum of the kernels."""
-    if not torch.cuda.is_available():
-        raise UsageError("segue bench measures time, which the emulator has none of, and there is no CUDA device here")
-    from segue.bench.ttft import LENGTHS, measure
+def ttft(
+    out: Out = None,
+    lengths: Lengths = None,
+    times: Times = 20,
+    model: Annotated[
+        str, typer.Option(help="0.6B, 1.7B or 8B: Qwen3's shape with random weights; or a name or folder for transformers.")
+    ] = "0.6B",
+    compile: Annotated[bool, typer.Option("--compile", help="Measure segue with compiled layers too.")] = False,
+    buckets: Buckets = None,
+    rivals: Annotated[str, typer.Option(help="all, none, or names with commas between them.")] = "all",
+    decode: Annotated[bool, typer.Option("--decode", help="Measure a step of generate() too, after 128 tokens.")] = False,
+    batches: Annotated[
+        list[int] | None, typer.Option("--batch", min=1, help="A batch size to decode, by default 1 and 8; repeatable.")
+    ] = None,
+    conversations: Annotated[int, typer.Option(min=1, help="Prompts that take turns, each with a cache that lives on.")] = 1,
+    plot: Annotated[Path | None, typer.Option(help="Draw time against tokens, and start-up, into this file.")] = None,
+    output: FormatOption = Format.MD,
+) -> None:
+    """Time to first token: eager, segue, torch.compile, and other packages that are installed.
 
-    _publish(measure(_device(), lengths=lengths or LENGTHS, times=times, progress=log.print), out, output)
+    Every way's start-up and its correctness stand beside its speed. The rivals are torch.compile, reduce-overhead,
+    breakable-cuda-graphs, piecewise-cuda-graphs, and with --decode static-cache and gpuopt-runtime. reduce-overhead takes
+    half a minute for each length.
+    """
+    device, chosen = _device_with_timing(), _rivals(rivals)
+    from segue.bench import plots
+    from segue.bench.ttft import measure
+
+    if plot is not None:
+        plots.require_matplotlib()  # before minutes of measuring
+    result = measure(
+        device,
+        model,
+        lengths=lengths,
+        times=times,
+        progress=log.print,
+        rivals=chosen,
+        compile=compile,
+        buckets=buckets,
+        batches=batches or ((1, 8) if decode else ()),
+        conversations=conversations,
+    )
+    try:
+        if plot is not None:
+            plots.draw(plot, result.ways, result.startup)
+            log.print(f"drawn into {plot}")
+    finally:  # a plot that can't be written costs nobody the results
+        _publish(result, out, output)
 
 
 @app.command()
@@ -89,6 +130,24 @@ def prime(out: Out = None, lengths: Lengths = None, times: Times = 20, output: F
 
 def _device() -> Device:
     return resolve("cuda" if torch.cuda.is_available() else "emulator")
+
+
+def _device_with_timing() -> Device:
+    if not torch.cuda.is_available():
+        raise UsageError("segue bench measures time, which the emulator has none of, and there is no CUDA device here")
+    return _device()
+
+
+def _rivals(names: str) -> list[str]:
+    """The rivals that ``--rivals`` names."""
+    from segue.bench.ttft import RIVALS
+
+    if names in ("all", "none"):
+        return list(RIVALS) if names == "all" else []
+    given = [name.strip() for name in names.split(",")]
+    if unknown := [name for name in given if name not in RIVALS]:
+        raise UsageError(f"--rivals: {', '.join(unknown)} is none of {', '.join(RIVALS)}, all and none")
+    return given
 
 
 def _publish(result: BenchResult, out: Path | None, form: Format) -> None:
