@@ -70,6 +70,9 @@ def compile_dynamic(fn: Callable[..., Any], *, on_failure: Literal["raise", "eag
     emulator it runs as its Python, with the same answers. Fused kernels round differently than the ops one by one: what a replay
     equals bit for bit is the compiled function.
 
+    ``fn`` must not write tensors that it is given: what compiled code writes is seen by nobody, so that a replay that is refused,
+    as a tensor was re-pointed, may have written them.
+
     Dynamo takes two sizes that are equal at the first call for one size, and a size of 1 for a constant. So the first number of
     tokens should be above 1 and equal no other size in the function; otherwise it is compiled once more for another number.
 

@@ -89,7 +89,7 @@ class Externals:
             else:
                 self.unnamed.append(external)
         self.named = [(place.name, external) for place, external in named]
-        self.early = defer_checks and not places.compiled
+        self.early = defer_checks and not places.writes_unseen
         self._first, self._rest = (
             _AddressCheck(
                 [(place, e) for place, e in named if (e.segment == 0 or not self.early) is first],
@@ -218,4 +218,5 @@ def _links(places: Iterable[Place]) -> list[Place]:
 def _inside_compiled_code(externals: list[External], places: Places) -> list[External]:
     seen = {_torch.storage_key(e.tensor) for e in externals}
     tensors = [t for t in places.tensors() if _torch.storage_key(t) not in seen]
-    return [External(t.detach(), t, "compiled code", "a line that nothing could watch") for t in tensors]
+    # Which segment uses them isn't known. They count as the second's, to be looked at while the first runs.
+    return [External(t.detach(), t, "compiled code", "a line that nothing could watch", segment=1) for t in tensors]

@@ -46,6 +46,8 @@ def held_by(obj: Any) -> Iterator[Held]:
         for table in (obj._parameters, obj._buffers, obj._modules):
             yield from (Held(table, k, v, f".{k}") for k, v in list(table.items()))
         yield from (Held(obj.__dict__, k, v, f".{k}") for k, v in list(obj.__dict__.items()) if not k.startswith("_"))
+    elif isinstance(obj, Compiled):
+        yield Held(vars(obj), "__wrapped__", vars(obj)["__wrapped__"], "")  # and nothing of what dynamo keeps for it
     elif isinstance(obj, MethodType):
         yield Held(obj, "__self__", obj.__self__, "")
         yield Held(obj, "__func__", obj.__func__, "")
@@ -128,7 +130,8 @@ class Places:
     The walk takes milliseconds, so it may be done once for several captures. A place counts only while the storage is still held
     there. If one is missing, :meth:`look_again` searches once more.
 
-    ``compiled``: whether the root reaches compiled code.
+    ``compiled``: whether the root reaches compiled code. ``writes_unseen``: whether some of it may write tensors that it was
+    given, which no mode sees: any but that of :func:`~segue.compile_dynamic`.
     """
 
     def __init__(self, root: Any) -> None:
@@ -138,13 +141,21 @@ class Places:
     def look_again(self) -> None:
         """Walk from the root once more, and replace what was found before."""
         self._found: dict[int, Place] = {}
-        self.compiled = self._root is not None and _is_compiled(self._root)
-        for place, value in walk(self._root) if self._root is not None else ():
+        self.compiled = self.writes_unseen = False
+        if self._root is None:
+            return
+        self._note_compiled(self._root)
+        for place, value in walk(self._root):
             if isinstance(value, Tensor):
                 if _torch.address(value):
                     self._found.setdefault(_torch.storage_key(value), place)
             else:
-                self.compiled = self.compiled or _is_compiled(value)
+                self._note_compiled(value)
+
+    def _note_compiled(self, value: Any) -> None:
+        if _is_compiled(value):
+            self.compiled = True
+            self.writes_unseen = self.writes_unseen or not isinstance(value, Compiled)
 
     def of(self, t: Tensor) -> Place | None:
         """The place where ``t``'s memory is held now; None if there is none."""

@@ -50,8 +50,8 @@ def accelerate(
             ``handle.reference()``, which runs the compiled layers, bit for bit. The untouched model is never compiled. On the
             emulator compiled code runs as its Python.
         buckets: the padded token counts that get graphs, as a list or a :class:`~segue.Ladder`. They take the place of
-            ``max_tokens``. None: 1, 2, 4 and 8, for decode, and steps of a quarter of the size up to ``max_tokens``; with
-            ``compile`` from 2 on.
+            ``max_tokens``. None: 1, 2, 4 and 8, for decode, and from 16 on four for each doubling, up to ``max_tokens``;
+            with ``compile`` from 2 on.
         on_failure: ``"eager"``: a bucket whose capture fails runs the untouched forward from then on, and layers that can't be
             compiled run as they are. Both are logged once.
         device: None means the model's; ``"emulator"`` says that CPU, for correctness only, is meant.
