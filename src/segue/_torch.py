@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any
@@ -210,7 +211,8 @@ def skip_in_dynamo(code: CodeType) -> None:
 
 def compiled_graphs() -> int:
     """How many graphs dynamo has compiled in this process."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return 0 if counters is None else int(counters["stats"]["unique_graphs"])
 
 
 def is_compile_error(error: Exception) -> bool:

@@ -109,7 +109,7 @@ class Segue(Way):
             return last_logits(self.model, ids, cache)
 
 
-class Compiled(Way):
+class CompiledModel(Way):
     """The whole model under ``torch.compile``.
 
     ``keeps_caches``: keys and values are copied out of the memory that the next call of a CUDA graph overwrites. A caller has to
@@ -209,4 +209,4 @@ def forward_rival(name: str, model: Any, device: Device, *, keeps_caches: bool) 
         return Recorded(name, model)
     if not device.traits.timing:
         raise RivalMissing(f"not compiled on device {device.name}, where no time is meant")
-    return Compiled(name, model, graphs=name == REDUCE, keeps_caches=keeps_caches)
+    return CompiledModel(name, model, graphs=name == REDUCE, keeps_caches=keeps_caches)

@@ -30,6 +30,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._pool: CudaPool | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._blas_memory: torch.cuda.MemPool | None = None
 
     def default_pool(self) -> CudaPool:
         """The pool that captures on this device share unless they are given another."""
@@ -63,10 +64,23 @@ class CudaDevice:
             stream.wait_stream(caller)
             try:
                 with torch.cuda.stream(stream):
-                    torch.cuda.current_blas_handle()  # neither it nor its workspace can be made while the stream is recorded
+                    self._make_blas_workspace()
                     yield
             finally:
                 caller.wait_stream(stream)
+
+    def _make_blas_workspace(self) -> None:
+        """Make what cuBLAS needs on the current stream: neither handle nor workspace can be made while it is recorded.
+
+        Graphs bake the workspace's address, and torch frees all workspaces whenever it likes (``torch.compile`` with
+        reduce-overhead does at each recording). So it lies in memory that nothing else is ever given.
+        """
+        if self._blas_memory is None:
+            self._blas_memory = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(self._blas_memory), torch.inference_mode():
+            torch.cuda.current_blas_handle()
+            a = torch.zeros(16, 16, dtype=torch.bfloat16, device=self.torch_device)
+            torch.nn.functional.linear(a, a, a[0])  # cuBLASLt may have a workspace of its own
 
     def begin(self, pool: CudaPool) -> CudaRecording:
         """Start a stream capture on the current stream, into ``pool``."""
