@@ -205,7 +205,7 @@ def test_compiled_whole_models_follow_the_rules_of_cuda_graphs(monkeypatch: pyte
     prompt = models.FreshPrompt(model, 5, calls=3)
     expected = ways.Eager("eager", model).forward(prompt.ids, prompt.caches.pop())
     for graphs in (True, False):
-        way = ways.Compiled("compiled", model, graphs=graphs, keeps_caches=graphs)
+        way = ways.CompiledModel("compiled", model, graphs=graphs, keeps_caches=graphs)
         assert way.model is not model
         torch.testing.assert_close(way.forward(prompt.ids, prompt.caches.pop()), expected)
     (options, step, without_graphs) = done

@@ -166,7 +166,7 @@ def test_a_capture_holds_the_patches_from_its_beginning_to_its_end(fake: Torch, 
     monkeypatch.setattr(raw, "require_torch", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda index: side_streams.stream_patches)  # any context will do
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: side_streams.stream_patches)
-    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
+    monkeypatch.setattr(CudaDevice, "_make_blas_workspace", lambda self: None)
     originals, device = fake.now(), CudaDevice(0)
     pool: Any = SimpleNamespace()
     stream: Any = Stream(3)

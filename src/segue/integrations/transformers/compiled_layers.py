@@ -21,7 +21,7 @@ class CompiledLayers:
     def __init__(self, decoder: Any, on_failure: Literal["raise", "eager"]) -> None:
         self._decoder = decoder
         self._on_failure: Literal["raise", "eager"] = on_failure
-        self.warm = False  # they have run at a number of tokens that no other size equals
+        self.warm = False  # they may run compiled, which they do first at a number of tokens that no other size equals
         self._earlier = 0.0  # what compiling took for layers that are there no more
         self._forwards: list[tuple[nn.Module, Compiled]] = []
         self.take_in()
@@ -53,7 +53,10 @@ class CompiledLayers:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within this block the decoder's layers run compiled."""
+        """Within this block the decoder's layers run compiled, once they are :attr:`warm`. Before that they run as they are."""
+        if not self.warm:
+            yield
+            return
         before = [vars(module).get("forward") for module, _ in self._forwards]
         try:
             for module, compiled in self._forwards:

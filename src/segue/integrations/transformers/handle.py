@@ -219,6 +219,7 @@ class Accelerated(Handle):
         decision = self._runner.admit(call.tokens)
         if decision.bucket is None:
             return self._untouched_forward(decision.reason, args, kwargs)
+        self._compile()
         return self._graphed(call, self._here.run, decision)
 
     def _serve_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -302,7 +303,6 @@ class Accelerated(Handle):
         flat = positions.expand(call.batch, call.length).reshape(call.tokens).long()
         if run is None:
             assert decision is not None
-            self._compile()
             if ctx.fresh:
                 decision = Decision(decision.bucket, PrimeStrategy.name, decision.reason)
             hidden = self._runner(x, flat, ctx=ctx, decision=decision)
