@@ -14,7 +14,7 @@ from segue.capture import (
     slice_to_real_tokens,
     weak_ref_tensor,
 )
-from segue.errors import SegueError
+from segue.errors import CaptureError, GraphMemoryError, InputError, NoBucketError, ReplayError, SegueError, UsageError
 from segue.integrations.transformers import accelerate
 from segue.prime import PrimeGraph, Rows, Trunk, Whole
 from segue.runner import Decision, GraphRunner, Input, Ladder, Lease, Stats
@@ -22,16 +22,22 @@ from segue.runner.check_report import Checker, use_checker
 
 __all__ = [
     "BreakableCapture",
+    "CaptureError",
     "Decision",
+    "GraphMemoryError",
     "GraphRunner",
     "Input",
+    "InputError",
     "Ladder",
     "Lease",
+    "NoBucketError",
     "PrimeGraph",
+    "ReplayError",
     "Rows",
     "SegueError",
     "Stats",
     "Trunk",
+    "UsageError",
     "Whole",
     "accelerate",
     "active_forward",
