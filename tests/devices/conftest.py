@@ -43,7 +43,7 @@ class Sandbox:
     def record(self, *parts: Callable[[], Any]) -> tuple[Segment, Any]:
         """Record each part as a segment and launch it. Returns the last segment and what the last part returned."""
         out: Any = None
-        with self.pool.turn(), self.device.session(self.pool, self.device.default_stream()):
+        with self.pool.turn(), self.device.on_capture_stream(self.pool, self.device.default_stream()):
             for part in parts:
                 mode = Passing()
                 recording = mode.recording = self.device.begin(self.pool)

@@ -170,7 +170,7 @@ def test_a_capture_holds_the_patches_from_its_beginning_to_its_end(fake: Torch, 
     originals, device = fake.now(), CudaDevice(0)
     pool: Any = SimpleNamespace()
     stream: Any = Stream(3)
-    with device.session(pool, stream):
+    with device.on_capture_stream(pool, stream):
         during = fake.Event.record
         with observing(StreamEdges()):
             assert fake.Event.record is during is not originals[0]

@@ -152,7 +152,7 @@ class BreakableCapture:
             scope.enter_context(one_capture)
             scope.enter_context(no_garbage_collection())
             scope.enter_context(self.pool.turn())
-            scope.enter_context(self.device.session(self.pool, self.stream))
+            scope.enter_context(self.device.on_capture_stream(self.pool, self.stream))
             scope.callback(_restore_state, (state.capture, state.phase, state.rows, state.valid, state.pools, state.reference))
             state.capture, state.rows, state.valid, state.pools = self, self.rows, self.valid_rows, (self.pool,)
             state.reference = False

@@ -1,4 +1,7 @@
-"""What a capture changes in the whole process, and puts back even when it fails: garbage collection, Ctrl-C, who captures."""
+"""Context managers for state of the whole process: garbage collection off, Ctrl-C held back, one capture at a time.
+
+Each puts back what it changed, even when its body fails. ``BreakableCapture.__enter__`` says when they hold.
+"""
 
 from __future__ import annotations
 

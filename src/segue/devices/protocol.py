@@ -138,7 +138,7 @@ class Device(Protocol):
     def default_stream(self) -> Any:
         """The stream that captures record on: one per device, never handed to users. None where there are no streams."""
 
-    def session(self, pool: Any, stream: Any) -> AbstractContextManager[None]:
+    def on_capture_stream(self, pool: Any, stream: Any) -> AbstractContextManager[None]:
         """Context of a whole capture, which makes ``stream`` current.
 
         What is done in it waits for the work on the caller's stream, and the caller's stream then waits for what was done.

@@ -169,7 +169,7 @@ class ScratchForward:
     def _warm_up(self, pool: Pool, stream: Any) -> int:
         """Run eagerly on the capture stream, as libraries set themselves up there. Returns the number of marks."""
         collect_garbage()
-        with one_capture, pool.turn(), pool.device.session(pool, stream), torch.inference_mode():
+        with one_capture, pool.turn(), pool.device.on_capture_stream(pool, stream), torch.inference_mode():
             marks.begin()
             self.run()
             return marks.end()

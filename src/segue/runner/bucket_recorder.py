@@ -272,7 +272,7 @@ def _on_capture_stream(device: Device, pool: Pool, stream: Any) -> Iterator[None
     with one_capture:  # another thread may be recording on the very stream
         _warming.on = True
         try:
-            with device.session(pool, stream):
+            with device.on_capture_stream(pool, stream):
                 yield
         finally:
             _warming.on = False

@@ -51,7 +51,7 @@ class CudaDevice:
         return self._stream
 
     @contextmanager
-    def session(self, pool: CudaPool, stream: torch.cuda.Stream) -> Iterator[None]:
+    def on_capture_stream(self, pool: CudaPool, stream: torch.cuda.Stream) -> Iterator[None]:
         """Context of a whole capture on ``stream``, which waits for the caller's stream and is then waited for by it.
 
         Raises:

@@ -192,7 +192,7 @@ class CudaPool:
         self._starts, self._ends, self._mark, self._known = [], [], None, False
         torch.cuda.empty_cache()
 
-    def follow(self, stream: int) -> None:
+    def wait_for_last_stream(self, stream: int) -> None:
         """Make the current stream, whose handle is ``stream``, wait for the last replay, on whatever stream that ran."""
         current = torch.cuda.current_stream(self.device.torch_device)
         if self._stream_object is not None:
@@ -239,7 +239,7 @@ class _Turn:
                 torch.cuda.set_device(index)
             stream = raw.current_stream(index)
             if stream != pool._stream:
-                pool.follow(stream)
+                pool.wait_for_last_stream(stream)
         except BaseException:
             self.__exit__()
             raise

@@ -42,7 +42,7 @@ class Emulator:
         return None
 
     @contextmanager
-    def session(self, pool: EmulatedPool, stream: Any) -> Iterator[None]:
+    def on_capture_stream(self, pool: EmulatedPool, stream: Any) -> Iterator[None]:
         """Context of a whole capture, which holds the pool's turn."""
         with pool.turn():
             try:

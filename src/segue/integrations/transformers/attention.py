@@ -81,7 +81,7 @@ class AttentionName:
 
 
 @dataclass(slots=True)
-class Forward:
+class LiveContext:
     """The live context of the breaks: what one forward of the decoder knows and its graphs don't."""
 
     batch: int
@@ -154,7 +154,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, module: Any, **options: An
 
     ``query`` [1, H, N, D], ``key`` and ``value`` [1, Hkv, N, D]. Returns [1, N, H, D].
     """
-    forward: Forward = current_forward_ctx()
+    forward: LiveContext = current_forward_ctx()
     if forward.implementation.swapped:
         with forward.implementation.own():
             return _in_callers_mode(forward, query, key, value, module, options)
@@ -162,7 +162,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, module: Any, **options: An
 
 
 def _in_callers_mode(
-    forward: Forward, query: Tensor, key: Tensor, value: Tensor, module: Any, options: dict[str, Any]
+    forward: LiveContext, query: Tensor, key: Tensor, value: Tensor, module: Any, options: dict[str, Any]
 ) -> Tensor:
     """Run attention in the caller's inference mode, since an untouched forward would fill the cache with tensors of that mode."""
     if torch.is_inference_mode_enabled() is forward.inference:
@@ -176,7 +176,7 @@ def _in_callers_mode(
 
 
 def _attend(
-    forward: Forward, query: Tensor, key: Tensor, value: Tensor, module: Any, options: dict[str, Any]
+    forward: LiveContext, query: Tensor, key: Tensor, value: Tensor, module: Any, options: dict[str, Any]
 ) -> Tensor:
     layer = module.layer_idx
     if forward.reached is not None:
@@ -203,7 +203,7 @@ def init_layer(cache: Any, at: int, key: Tensor, value: Tensor) -> None:
     share the empty ones, so it runs once for each kind of ``key`` and ``value``. Other layers initialize themselves, and so do
     those of a cache of a subclass, whose ``update()`` may ask whether they are initialized.
     """
-    kind: Any = names.growing_layers()[0]
+    kind: Any = names.full_cache_layer()
     layer: Any = cache.layers[at] if at < len(cache.layers) else None
     if type(layer) is not kind or layer.is_initialized or type(cache) is not names.cache_type():
         return

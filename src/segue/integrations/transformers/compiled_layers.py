@@ -21,14 +21,14 @@ class CompiledLayers:
     def __init__(self, decoder: Any, on_failure: Literal["raise", "eager"]) -> None:
         self._decoder = decoder
         self._on_failure: Literal["raise", "eager"] = on_failure
-        self.warm = False  # they may run compiled, which they do first at a number of tokens that no other size equals
+        self.enabled = False  # they may run compiled, which they do first at a number of tokens that no other size equals
         self._earlier = 0.0  # what compiling took for layers that are there no more
         self._forwards: list[tuple[nn.Module, Compiled]] = []
-        self.take_in()
+        self.wrap()
 
-    def take_in(self) -> None:
+    def wrap(self) -> None:
         """Compile the layers that the decoder has now, when they are called next."""
-        self._earlier, self.warm = self.seconds, False
+        self._earlier, self.enabled = self.seconds, False
         norm = getattr(self._decoder, "norm", None)
         modules = [*self._decoder.layers, *([norm] if isinstance(norm, nn.Module) else [])]
         self._forwards = [(m, compile_dynamic(m.forward, on_failure=self._on_failure)) for m in modules]
@@ -54,7 +54,7 @@ class CompiledLayers:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Within this block the decoder's layers run compiled, once they are :attr:`warm`. Before that they run as they are."""
-        if not self.warm:
+        if not self.enabled:
             yield
             return
         before = [vars(module).get("forward") for module, _ in self._forwards]

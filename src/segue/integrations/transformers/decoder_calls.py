@@ -53,7 +53,7 @@ class DecoderCallReader:
         self._named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
         self._open = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.cache_name = names.cache_name(forward)
-        self._layers = names.growing_layers()
+        self._layers = names.servable_cache_layers()
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DecoderCall | str:
         """The call, or the reason why it runs untouched, one of :mod:`~segue.integrations.transformers.reasons`."""

@@ -18,12 +18,14 @@ from segue.capture.isolation import collected_once
 from segue.capture.thread_state import active_forward, reference_frame
 from segue.errors import UsageError
 from segue.integrations.transformers import checks, names, prime_admission, reasons
-from segue.integrations.transformers.attention import NAME, AttentionName, Forward, attention_forward
+from segue.integrations.transformers.attention import NAME, AttentionName, LiveContext, attention_forward
 from segue.integrations.transformers.base_handle import Handle
 from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.decoder_calls import DecoderCall, DecoderCallReader
 from segue.integrations.transformers.decoder_forward import Body, ForwardPatch
-from segue.integrations.transformers.first_token import (
+from segue.integrations.transformers.default_buckets import buckets_or_default
+from segue.integrations.transformers.module_snapshot import ModuleSnapshot
+from segue.integrations.transformers.prime_first_token import (
     FirstTokenGraphs,
     ModelAround,
     TokenTrunk,
@@ -31,7 +33,6 @@ from segue.integrations.transformers.first_token import (
     is_first_token,
     is_plain_head,
 )
-from segue.integrations.transformers.module_snapshot import ModuleSnapshot
 from segue.integrations.transformers.prime_trunk import not_causal
 from segue.prime.prime_strategy import PrimeStrategy
 from segue.runner import Breakable, CapturedForward, Decision, GraphRunner, Input, Job, Ladder
@@ -83,7 +84,7 @@ class Accelerated(Handle):
         self._prime: PrimeStrategy | None = None
         self._probe()
         self._strategy = _CountingBreakable()
-        ladder = _ladder(buckets, max_tokens, compile)
+        ladder = buckets_or_default(buckets, max_tokens, compile)
         self._prime = self._prime_strategy(strategy, ladder.max)
         self._runner = GraphRunner(
             self._body,
@@ -164,7 +165,7 @@ class Accelerated(Handle):
             self._attention_module = self._decoder.layers[0].self_attn
             self._functions.clear()
             if self._compiled is not None:
-                self._compiled.take_in()
+                self._compiled.wrap()
             self._probe()
             self._runner.recapture()
             if self._first_tokens is not None:
@@ -240,7 +241,7 @@ class Accelerated(Handle):
             return None
         self._check_usable()
         call = self._reader.read((), given)
-        if isinstance(call, str) or not is_first_token(call, names.cache_type(), {names.growing_layers()[0]}):
+        if isinstance(call, str) or not is_first_token(call, names.cache_type(), {names.full_cache_layer()}):
             return None
         assert call.input_ids is not None and self._around is not None
         if (
@@ -314,7 +315,7 @@ class Accelerated(Handle):
 
     def _context(
         self, call: DecoderCall, embeds: Tensor, cache: Any, positions: Tensor, reached: list[int] | None = None
-    ) -> Forward:
+    ) -> LiveContext:
         def make_masks() -> list[Any]:
             masks, config = call.attention_mask, self._decoder.config
             if not isinstance(masks, dict):
@@ -328,7 +329,8 @@ class Accelerated(Handle):
             function = self._functions[name] = names.attention_function(self._attention_module, name)
         live = {"position_ids": positions, "use_cache": call.use_cache}
         masked = call.attention_mask is not None
-        ctx = Forward(call.batch, call.length, cache, make_masks, masked, function, self._implementation, live, reached=reached)
+        kept = self._implementation
+        ctx = LiveContext(call.batch, call.length, cache, make_masks, masked, function, kept, live, reached=reached)
         prime = self._prime is not None and not self._here.without_prime
         ctx.fresh = prime and prime_admission.is_fresh(ctx, call.position_ids, self._decoder)
         return ctx
@@ -336,9 +338,9 @@ class Accelerated(Handle):
     def _compile(self) -> None:
         """Compile the layers, if that is due, by a forward of their own. It has no cache, so it leaves nothing."""
         layers = self._compiled
-        if layers is None or layers.warm:
+        if layers is None or layers.enabled:
             return
-        layers.warm, n = True, layers.tokens_to_compile_at
+        layers.enabled, n = True, layers.tokens_to_compile_at
         with torch.inference_mode(False), torch.no_grad():
             x = self._decoder.get_input_embeddings().weight[:1].expand(n, -1).clone()
             positions = torch.arange(n, device=self._device)
@@ -385,7 +387,7 @@ class Accelerated(Handle):
                 return
             self._runner(x, torch.arange(bucket, device=self._device), ctx=ctx)
 
-    def _capture_context(self, bucket: int, cache: Any = None) -> Forward:
+    def _capture_context(self, bucket: int, cache: Any = None) -> LiveContext:
         """A context for a bucket's explicit capture: one sequence that fills it."""
         call = DecoderCall(None, None, None, None, cache, cache is not None, True, 1, bucket)
         weight = self._decoder.get_input_embeddings().weight
@@ -422,7 +424,7 @@ class Accelerated(Handle):
             ours = self._graphed(call, self._plain, None, reached)
             checks.check_probe(self._model, reached, self._layers, self._shown(ours, mask), self._shown(out, mask))
 
-    def _plain(self, x: Tensor, position_ids: Tensor, ctx: Forward) -> Tensor:
+    def _plain(self, x: Tensor, position_ids: Tensor, ctx: LiveContext) -> Tensor:
         with active_forward(ctx):
             return self._body(x, position_ids)
 
@@ -436,21 +438,6 @@ class Accelerated(Handle):
                 if kept is not None:
                     shown[f"the cache's {part} of layer {i}"] = kept.transpose(1, 2)[real]
         return shown
-
-
-def _ladder(buckets: Ladder | Iterable[int] | None, max_tokens: int, compile: bool) -> Ladder:
-    """The buckets asked for; by default small ones for decode, and from 16 on four for each doubling, multiples of 16.
-
-    Powers of two are among them, as matrix products of 512 rows take the device less time than those of 528. Compiled code treats
-    a single row apart from all other counts, so with ``compile`` it runs in the bucket of two.
-    """
-    if buckets is not None:
-        return buckets if isinstance(buckets, Ladder) else Ladder(buckets)
-    sizes, size = {max_tokens, *((2, 4, 8) if compile else (1, 2, 4, 8))}, 16
-    while size < max_tokens:
-        sizes |= {size * quarters // 64 * 16 for quarters in (4, 5, 6, 7)}
-        size *= 2
-    return Ladder(b for b in sizes if b <= max_tokens)
 
 
 class _CountingBreakable(Breakable):

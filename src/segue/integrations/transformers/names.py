@@ -48,12 +48,14 @@ def cache_type() -> type[Any]:
     return cache_utils.DynamicCache  # type: ignore[no-any-return]
 
 
-def growing_layers() -> tuple[type, ...]:
-    """The types of cache layers that a break may feed: they grow with every forward, and keep copies of what they get.
+def servable_cache_layers() -> tuple[type, ...]:
+    """The types of cache layers that a break may feed: they grow with every forward, and keep copies of what they get."""
+    return full_cache_layer(), cache_utils.DynamicSlidingWindowLayer
 
-    The first one keeps all tokens, the second one those of a sliding window.
-    """
-    return cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer
+
+def full_cache_layer() -> type[Any]:
+    """The exact type of the cache layers that keep every token."""
+    return cache_utils.DynamicLayer  # type: ignore[no-any-return]
 
 
 def attention_function(module: Any, implementation: str | None) -> Callable[..., Any]:

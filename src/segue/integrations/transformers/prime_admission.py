@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from segue.integrations.transformers import names
-from segue.integrations.transformers.attention import Forward
+from segue.integrations.transformers.attention import LiveContext
 from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.prime_trunk import ModelTrunk, not_causal
 from segue.prime.prime_strategy import PrimeStrategy
@@ -26,7 +26,7 @@ def strategy(
     return PrimeStrategy(ModelTrunk(model, decoder=decoder, forward=forward, layers=layers), _prompts, most_rows=rows)
 
 
-def is_fresh(ctx: Forward, positions: Tensor | None, decoder: Any) -> bool:
+def is_fresh(ctx: LiveContext, positions: Tensor | None, decoder: Any) -> bool:
     """Whether a forward is one whole prompt for an empty cache of growing layers, at its usual positions.
 
     A cache of a subclass may do something of its own in ``update()``, which a copy-out doesn't call. And without causal
@@ -39,7 +39,7 @@ def is_fresh(ctx: Forward, positions: Tensor | None, decoder: Any) -> bool:
         return False
     if not_causal(decoder) is not None:
         return False
-    if cache.get_seq_length() or {*map(type, cache.layers)} - {names.growing_layers()[0]}:
+    if cache.get_seq_length() or {*map(type, cache.layers)} - {names.full_cache_layer()}:
         return False
     # Without a mask of the caller's, full attention at the usual positions has none but the causal one.
     if ctx.masked and {*map(type, ctx.masks)} - {type(None)}:
@@ -49,4 +49,4 @@ def is_fresh(ctx: Forward, positions: Tensor | None, decoder: Any) -> bool:
 
 def _prompts(ctx: Any) -> list[tuple[int, Any]] | None:
     """The one prompt of a forward that was found fresh when its context was made, which is once for each call."""
-    return [(ctx.length, ctx.cache)] if isinstance(ctx, Forward) and ctx.fresh else None
+    return [(ctx.length, ctx.cache)] if isinstance(ctx, LiveContext) and ctx.fresh else None

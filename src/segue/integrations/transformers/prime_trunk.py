@@ -163,7 +163,7 @@ class ModelTrunk:
         """
         if not self._accelerated:  # the handle has looked, before the graph
             self._check_causal()
-        strange = next(iter({*map(type, session.layers)} - {names.growing_layers()[0]}), None)
+        strange = next(iter({*map(type, session.layers)} - {names.full_cache_layer()}), None)
         if strange is not None or len(session.layers) not in (0, len(self._decoder.layers)):
             what = f"{len(session.layers)} layers" if strange is None else f"layers of type {strange.__name__}"
             raise InputError(
@@ -197,13 +197,13 @@ class ModelTrunk:
         parts = block.unsafe_split_with_sizes([1] * len(block))
         layers, dtype, device = cache.layers, block.dtype, block.device
         while 2 * len(layers) < len(parts):
-            layers.append(names.growing_layers()[0]())
+            layers.append(names.full_cache_layer()())
         for layer, keys, values in zip(layers, parts[::2], parts[1::2], strict=True):
             layer.keys, layer.values, layer.dtype, layer.device, layer.is_initialized = keys, values, dtype, device, True
 
     @contextmanager
     def _running(self, kv: Tensor, rows: Tensor, request: Tensor | None, dtype: torch.dtype) -> Iterator[None]:
-        """Attention goes to :func:`_attend` and finds the cache, while the decoder's forward runs."""
+        """Attention goes to :meth:`_Running.attend` and finds the cache, while the decoder's forward runs."""
         own = self._implementation.name
         if own not in _OWN:
             raise UsageError(
@@ -233,7 +233,7 @@ class ModelTrunk:
             )
 
     def _check_layers(self) -> None:
-        growing = names.growing_layers()[0]
+        growing = names.full_cache_layer()
         strange = next((layer for layer in names.new_cache(self._config).layers if type(layer) is not growing), None)
         if strange is not None:
             raise UsageError(
