@@ -93,3 +93,33 @@ def test_a_compiled_function_that_would_recompile_inside_a_capture_is_named(devi
     x.fill_(0)
     capture.replay()
     assert out.tolist() == [0.0] * 4
+
+
+class _Scaled:
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    @segue.compile_dynamic
+    def run(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+def test_a_method_compiled_in_its_class_gets_its_object() -> None:
+    x = torch.ones(3)
+    assert torch.equal(_Scaled(2.0).run(x), x * 2)
+    assert isinstance(_Scaled.run, type(segue.compile_dynamic(torch.sin)))
+
+
+def test_what_a_compiled_function_reaches_is_guarded_as_if_it_were_not_compiled() -> None:
+    with torch.inference_mode(False):
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)).eval()
+    compiled, x = segue.compile_dynamic(net.forward), torch.ones(3, 4)
+    runner = segue.GraphRunner(lambda x: compiled(x) + 0, inputs={"x": segue.Input(0, pad=0.0)}, buckets=[4], device="emulator")
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(runner(x), net(x))
+    with torch.enable_grad(), pytest.raises(segue.InputError, match="requires grad while grad mode is on"):
+        runner(x)
+    net.train()
+    with torch.no_grad(), pytest.raises(segue.UsageError, match=r"Dropout .*is in training mode"):
+        runner(x)

@@ -309,8 +309,16 @@ class _Class:
     w = torch.ones(4)
 
 
-BOX, SLOTS = _Box(), _Slots()
-BOX.w, SLOTS.w = torch.ones(4), torch.ones(4)  # type: ignore[attr-defined]
+class _Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._w = torch.ones(4)
+
+
+BOX, SLOTS, INNER, MODULE = _Box(), _Slots(), _Box(), _Module()
+BOX.w, SLOTS.w, INNER.w = torch.ones(4), torch.ones(4), torch.ones(4)  # type: ignore[attr-defined]
+BOX.inner = INNER  # type: ignore[attr-defined]
+NESTED: Any = [[[[[BOX]]]]]
 
 
 def _helper(x: Tensor) -> Tensor:
@@ -326,8 +334,14 @@ def _helper(x: Tensor) -> Tensor:
         (lambda x: x * BOX.w, BOX, "w"),  # type: ignore[attr-defined]
         (lambda x: x * SLOTS.w, SLOTS, "w"),
         (lambda x: x * _Class.w, _Class, "w"),
+        (lambda x: x * MODULE._w, MODULE, "_w"),
+        (lambda x: x * BOX.inner.w * len(NESTED), INNER, "w"),  # type: ignore[attr-defined]
+        (lambda x: x * len(NESTED) * BOX.inner.w, INNER, "w"),  # type: ignore[attr-defined]
     ],
-    ids=["a global", "a global of a helper", "a global in a comprehension", "an object", "slots", "a class"],
+    ids=[
+        "a global", "a global of a helper", "a global in a comprehension", "an object", "slots", "a class",
+        "a module's private attribute", "near, then deep", "deep, then near",
+    ],
 )
 def test_a_tensor_replaced_behind_a_global_name_is_noticed(
     forward: Callable[[Tensor], Tensor], holder: object, name: str, monkeypatch: pytest.MonkeyPatch

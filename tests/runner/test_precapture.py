@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
+import segue
 from segue.runner import GraphRunner, Input
 from segue.runner.memory_budget import Cost
 from segue.runner.progress import CaptureSummary
@@ -27,6 +30,26 @@ def test_the_closing_line_has_buckets_segments_seconds_and_bytes(device, model, 
 def test_progress_can_be_turned_off(device, model, capsys):
     GraphRunner(model, {"x": Input(0, 0.0)}, [4], device=device, progress=False).capture(model.x(3))
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_bucket_that_fails_behind_a_break_is_left_to_eager_and_the_others_are_captured(device, model, caplog):
+    @segue.break_point
+    def middle(x):
+        return x + 1
+
+    def fn(x):
+        y = middle(x * 2)
+        return y if x.shape[0] != 8 or float(y.abs().max()) >= 0 else -y
+
+    with caplog.at_level(logging.WARNING, "segue"):
+        runner = GraphRunner(fn, {"x": Input(0, 0.0)}, [4, 8, 16], device=device, on_failure="eager")
+        summary = runner.capture(model.x(3))
+    assert [b for b in (4, 8, 16) if f"bucket {b} runs eager" in caplog.text] == [8]
+    assert summary.buckets == (16, 4) and runner.stats.buckets == (4, 16)
+    for n in (3, 7, 12):
+        x = model.x(n)
+        assert torch.equal(runner(x), x * 2 + 1)
+    assert runner.stats.reasons == {"a failed capture": 1}
 
 
 def test_a_capture_without_breaks_says_so(make, model, caplog):

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -49,6 +50,9 @@ class Compiled:
         finally:
             if _torch.compiled_graphs() != graphs:
                 self.seconds += time.perf_counter() - start
+
+    def __get__(self, obj: Any, cls: type | None = None) -> Any:
+        return self if obj is None else MethodType(self, obj)  # a method, where it was made in a class body
 
     def _give_up(self, error: Exception) -> None:
         first = (str(error).strip().splitlines() or ["no reason given"])[0]

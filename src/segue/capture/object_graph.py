@@ -9,6 +9,7 @@ import dataclasses
 import dis
 import functools
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from segue.capture.context_paths import is_plain, slots
 _LIBRARIES = {"torch", "segue", *sys.stdlib_module_names}
 _OPAQUE = {"torch", "segue", "builtins", "functools", "logging", "threading", "_thread"}  # whose objects hold no state of a model
 _HELD_BY_CLASSES = (Tensor, torch.nn.Module, dict, list)
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _PLAIN = (bool, int, float, str)
 _DEPTH = 6  # of containers and plain objects; submodules are followed to the end
 _MOST = 50_000  # objects visited: names only make errors clearer, so a capture must not walk the whole process for them
@@ -45,7 +47,7 @@ def held_by(obj: Any) -> Iterator[Held]:
     if isinstance(obj, torch.nn.Module):
         for table in (obj._parameters, obj._buffers, obj._modules):
             yield from (Held(table, k, v, f".{k}") for k, v in list(table.items()))
-        yield from (Held(obj.__dict__, k, v, f".{k}") for k, v in list(obj.__dict__.items()) if not k.startswith("_"))
+        yield from (Held(obj.__dict__, k, v, f".{k}") for k, v in list(obj.__dict__.items()) if _is_state(k, v))
     elif isinstance(obj, Compiled):
         yield Held(vars(obj), "__wrapped__", vars(obj)["__wrapped__"], "")  # and nothing of what dynamo keeps for it
     elif isinstance(obj, MethodType):
@@ -96,9 +98,10 @@ def walk(root: Any, name: str = "", enter: Callable[[Any], bool] | None = None) 
     they hold isn't. ``enter``: whether the walk goes on into an object that is none of these and no module; by default always.
     """
     seen: dict[int, Any] = {}  # by id; held, since Python would give the id of a temporary object to another
-    stack: list[tuple[Any, str, int, Place | None]] = [(root, name or _name_of(root), _DEPTH, None)]
-    while stack and len(seen) < _MOST:
-        obj, label, depth, within = stack.pop()
+    # The nearest first, so that a value gets its shortest name.
+    ahead: deque[tuple[Any, str, int, Place | None]] = deque([(root, name or _name_of(root), _DEPTH, None)])
+    while ahead and len(seen) < _MOST:
+        obj, label, depth, within = ahead.popleft()
         if id(obj) in seen or depth < 0:
             continue
         seen[id(obj)] = obj
@@ -108,9 +111,9 @@ def walk(root: Any, name: str = "", enter: Callable[[Any], bool] | None = None) 
             if isinstance(value, Tensor) or (is_plain(value) and not isinstance(value, FunctionType | type)):
                 continue
             if isinstance(value, torch.nn.Module):
-                stack.append((value, place.name, _DEPTH, place))
+                ahead.append((value, place.name, _DEPTH, place))
             elif not _is_library(value) and (enter is None or enter(value)):
-                stack.append((value, place.name, depth - 1, place))
+                ahead.append((value, place.name, depth - 1, place))
 
 
 def reached(root: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -171,6 +174,13 @@ class Places:
                 yield t
 
 
+def _is_state(name: str, value: Any) -> bool:
+    """Whether an entry of a module's ``__dict__`` may be state of its owner's, and not torch's bookkeeping."""
+    if not name.startswith("_"):
+        return True
+    return name not in _OF_EVERY_MODULE and isinstance(value, Tensor | dict | list | tuple)
+
+
 def _held_by_function(fn: FunctionType) -> Iterator[Held]:
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
         if isinstance(cell, CellType) and (content := _content(cell)) is not None:
@@ -215,7 +225,7 @@ def is_users(value: Any) -> bool:
     """
     if isinstance(value, type):
         return False
-    if isinstance(value, dict | list | tuple | MethodType | functools.partial):
+    if isinstance(value, Compiled | dict | list | tuple | MethodType | functools.partial):
         return True
     return not _is_of(value if isinstance(value, FunctionType) else type(value), _OPAQUE) or dataclasses.is_dataclass(value)
 

@@ -83,8 +83,8 @@ class PrimeGraph:
         self.device: Device = devices.resolve(pool.device if pool is not None and device is None else device, copies.tensors)
         self.pool: Pool = pool if pool is not None else self.device.default_pool()
         self._stream = stream if stream is not None else self.device.default_stream()
+        self._asked = cuts
         self._bound = self._bind(checks, scratch, copies, cuts)
-        self._measured = self._bound.forward.measured
 
     @property
     def scratch(self) -> Any:
@@ -114,7 +114,7 @@ class PrimeGraph:
     @property
     def measured(self) -> Mapping[Pattern, float]:
         """Seconds of each pattern of cuts that was tried, where there was a choice and the device can measure."""
-        return self._measured
+        return self._bound.forward.measured
 
     @property
     def capture(self) -> BreakableCapture | None:
@@ -170,7 +170,7 @@ class PrimeGraph:
         return Batch(ids, [t.shape[0] for t in ids], [None] * len(ids))
 
     def recapture(self) -> None:
-        """Record the graph again on the trunk's present tensors and modules, with the same cuts and a new scratch cache.
+        """Record the graph again on the trunk's present tensors and modules, with a new scratch cache, cut as was asked for.
 
         For weights that were re-pointed, resized or replaced. Runs of other threads wait or go on with the old graph; if
         recording fails, the old graph stays in place.
@@ -181,7 +181,7 @@ class PrimeGraph:
         if self._closed:
             raise UsageError(f"{self.name}: it was closed, so it can't be recaptured. Make a new PrimeGraph")
         checks = self._check_state()
-        bound = self._bind(checks, *self._new_scratch(), self.cuts)
+        bound = self._bind(checks, *self._new_scratch(), self._asked)
         with self.pool.turn():  # no run is under way while the old graph is closed
             before, self._bound = self._bound, bound
             before.forward.close()

@@ -124,6 +124,11 @@ class Precapture:
                 self.buckets.capture(call, tokens, requests, self._context_of(tokens), self._last)
         except RunsEager:
             return
+        except Exception:
+            # The error is logged, and if the bucket was given up, nobody waits for the answer to an example.
+            if (call.key, tokens, requests) not in self.buckets.failed:
+                raise
+            return
         finally:
             writes.put_back()
         self.done.append((tokens, requests))

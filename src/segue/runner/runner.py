@@ -192,10 +192,12 @@ class GraphRunner:
         text = self.admission.explain(tokens, requests)
         if bucket is None or self._buckets is None:
             return text
+        if bucket in self._buckets.captured:
+            return f"{text}; captured"
         for (_, failed, _), why in self._buckets.failed.items():
             if failed == bucket:
                 return f"{tokens} tokens: eager, {why} (bucket {bucket})"
-        return f"{text}; {'captured' if bucket in self._buckets.captured else 'not captured yet'}"
+        return f"{text}; not captured yet"
 
     def reference(self, *args: Any, ctx: Any = None, decision: Decision | None = None, **kwargs: Any) -> Any:
         """Run what a replay of this call must equal bit for bit: ``fn`` at the bucket's shape, without a capture.

@@ -67,11 +67,19 @@ class ForwardPatch:
         self._decoder.forward = self
 
     def undo(self) -> None:
-        """Leave the decoder as it was."""
+        """Leave the decoder as it was. A forward that was put around this one stays, and gets the decoder's own from it."""
+        own = self._decoder.__dict__
+        self._serve = _calls(_unpatched(self._decoder, self._before))
+        if own.get("forward") is not self:
+            return
         if self._before is None:
             self._decoder.__dict__.pop("forward", None)
         else:
             self._decoder.forward = self._before
+
+
+def _calls(forward: Callable[..., Any]) -> Serve:
+    return lambda args, kwargs: forward(*args, **kwargs)
 
 
 def _instance_forward(decoder: Any) -> Any:

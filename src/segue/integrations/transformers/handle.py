@@ -30,6 +30,7 @@ from segue.integrations.transformers.prime_first_token import (
     ModelAround,
     TokenTrunk,
     asks_for_one_row,
+    has_own_forward,
     is_first_token,
     is_plain_head,
 )
@@ -76,7 +77,7 @@ class Accelerated(Handle):
         self._attention_module = decoder.layers[0].self_attn
         self._functions: dict[str | None, Callable[..., Any]] = {}
         self._untouched: Counter[str] = Counter()
-        self._restored = False
+        self._restored, self._retry = False, on_failure == "eager"
         self._one_at_a_time = threading.RLock()  # a body's attention has another name while it runs, for every thread
         self._begin(model)
         AttentionInterface.register(NAME, attention_forward)
@@ -95,12 +96,13 @@ class Accelerated(Handle):
             device=self._device if device is None else device,
             strategies=[*([self._prime] if self._prime else []), self._strategy],
         )
-        self._first_tokens, self._around = self._first_token_graphs(), None
+        self._model_forward: Callable[..., Any] = model.forward
+        self._model_cache_name = names.cache_name(model.forward)
         self._patches = [ForwardPatch(decoder, self._serve)]
-        if self._first_tokens is not None:
-            self._around = ModelAround(model, decoder)
-            self._model_forward: Callable[..., Any] = model.forward
+        if self._prime is not None and model is not decoder and has_own_forward(model):
             self._patches.append(ForwardPatch(model, self._serve_model))
+        self._first_tokens = self._first_token_graphs()
+        self._around = ModelAround(model, decoder, self._patches[0])
         for patch in self._patches:
             patch.apply()
 
@@ -111,12 +113,14 @@ class Accelerated(Handle):
 
     @property
     def stats(self) -> Stats:
-        """The runner's counts, with the forwards that ran untouched under ``eager`` and ``reasons``."""
+        """The runner's counts, with the forwards that ran untouched under ``eager`` and ``reasons``, and all graphs' buckets."""
         stats = self._runner.stats
         reasons = Counter(stats.reasons)
         reasons.update(self._untouched)
         eager = stats.eager + self._untouched.total()
-        return dataclasses.replace(stats, eager=eager, reasons=MappingProxyType(dict(reasons)))
+        first = () if self._first_tokens is None else self._first_tokens.captured
+        buckets = tuple(sorted({*stats.buckets, *first}))
+        return dataclasses.replace(stats, eager=eager, reasons=MappingProxyType(dict(reasons)), buckets=buckets)
 
     @property
     def scratch_bytes(self) -> int:
@@ -170,7 +174,8 @@ class Accelerated(Handle):
             self._runner.recapture()
             if self._first_tokens is not None:
                 self._first_tokens.close()
-                self._around = ModelAround(self._model, self._decoder)
+            self._first_tokens = self._first_token_graphs()
+            self._around = ModelAround(self._model, self._decoder, self._patches[0])
             self._strategy.captured.clear()
             self._snapshot.accept()
 
@@ -241,11 +246,13 @@ class Accelerated(Handle):
             return None
         self._check_usable()
         call = self._reader.read((), given)
-        if isinstance(call, str) or not is_first_token(call, names.cache_type(), {names.full_cache_layer()}):
+        if isinstance(call, str) or not is_first_token(
+            call, names.cache_type(), {names.full_cache_layer()}, self._layers
+        ):
             return None
-        assert call.input_ids is not None and self._around is not None
+        assert call.input_ids is not None
         if (
-            (torch.is_grad_enabled() and any(p.requires_grad for p in self._decoder.parameters()))
+            (torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()))
             or torch.is_autocast_enabled(self._device.type)
             or self._snapshot.reason() is not None
             or not self._around.unchanged()
@@ -266,14 +273,13 @@ class Accelerated(Handle):
     def _first_token_graphs(self) -> FirstTokenGraphs | None:
         """Where prime serves the model and its head is plain: from ids to logits."""
         decoder, model = self._decoder, self._model
-        if self._prime is None or model is decoder:
+        if len(self._patches) == 1:
             return None
         ids = torch.tensor([[0, min(1, decoder.get_input_embeddings().num_embeddings - 1)]], device=self._device)
-        self._model_cache_name = names.cache_name(model.forward)
         try:
-            with torch.no_grad():
-                out = model.forward(input_ids=ids, use_cache=True, logits_to_keep=1)
-                hidden = decoder.forward(input_ids=ids, use_cache=True).last_hidden_state
+            with torch.no_grad(), self.untouched():
+                out = self._model_forward(input_ids=ids, use_cache=True, logits_to_keep=1)
+                hidden = self._forward(input_ids=ids, use_cache=True).last_hidden_state
         except (TypeError, ValueError):  # its forward doesn't know logits_to_keep
             return None
         if not is_plain_head(model, out, hidden, self._model_cache_name):
@@ -282,7 +288,7 @@ class Accelerated(Handle):
         buckets = self._runner.prepare()
         trunk = TokenTrunk(model, decoder=decoder, forward=self._forward, layers=self._compiled, rows=self._runner.ladder.max)
         recorder = buckets.recorder
-        return FirstTokenGraphs(trunk, self._runner.ladder, recorder.device, recorder.pool, recorder.counters)
+        return FirstTokenGraphs(trunk, self._runner.ladder, recorder.device, recorder.pool, recorder.counters, self._retry)
 
     def _untouched_forward(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._untouched[reason] += 1

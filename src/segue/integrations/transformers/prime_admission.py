@@ -41,6 +41,8 @@ def is_fresh(ctx: LiveContext, positions: Tensor | None, decoder: Any) -> bool:
         return False
     if cache.get_seq_length() or {*map(type, cache.layers)} - {names.full_cache_layer()}:
         return False
+    if len(cache.layers) not in (0, len(decoder.layers)):
+        return False
     # Without a mask of the caller's, full attention at the usual positions has none but the causal one.
     if ctx.masked and {*map(type, ctx.masks)} - {type(None)}:
         return False

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from segue import _torch
 from segue.devices import Device, Pool
+from segue.errors import InputError, ReplayError, UsageError
 from segue.integrations.transformers.decoder_calls import DecoderCall
 from segue.integrations.transformers.prime_trunk import ModelTrunk
 from segue.prime import PrimeGraph
 from segue.prime.cuts import Pattern
 from segue.runner.stats import Counters
+
+log = logging.getLogger("segue")
 
 _MEASURED = 3  # buckets of a ladder whose cuts are measured; the others take those of the nearest
 _SAYS_NOTHING = ("labels", "inputs_embeds", "output_attentions", "output_hidden_states")  # when they are None or False
@@ -23,12 +28,12 @@ _LEFT_OUT = {*_SAYS_NOTHING, "logits_to_keep", "return_dict"}
 class TokenTrunk(ModelTrunk):
     """A model's trunk whose rows are token ids [n, 1]: the embedding is in the graph too.
 
-    All scratch caches are the first rows of one, which the graphs of a pool fill in turns.
+    All scratch caches are the first rows of one, which the graphs of a pool fill in turns. The first graph makes it.
     """
 
     def __init__(self, *args: Any, rows: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._largest = super().new_cache(rows)
+        self._rows, self._largest = rows, None
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Ids [n] to [n, 1], as they are."""
@@ -36,7 +41,13 @@ class TokenTrunk(ModelTrunk):
 
     def new_cache(self, rows: int, requests: int = 1) -> Any:
         """The first ``rows`` rows of the one scratch cache."""
+        if self._largest is None:
+            self._largest = super().new_cache(self._rows)
         return self.part(self._largest, rows)
+
+    def drop_cache(self) -> None:
+        """Free the scratch cache, once no graph fills it any more."""
+        self._largest = None
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
         """Ids [rows, 1] to [rows, D]."""
@@ -45,6 +56,8 @@ class TokenTrunk(ModelTrunk):
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the one scratch cache."""
+        if self._largest is None:
+            return 0
         return sum(rows.tensor.untyped_storage().nbytes() for rows in self.state(self._largest).values())
 
 
@@ -55,13 +68,17 @@ class FirstTokenGraphs:
         trunk: of the model.
         buckets: ascending.
         counters: where captures and replays count.
+        retry: a bucket whose capture fails is left to others, which is logged once; otherwise the error reaches the caller.
     """
 
-    def __init__(self, trunk: TokenTrunk, buckets: Sequence[int], device: Device, pool: Pool, counters: Counters) -> None:
+    def __init__(
+        self, trunk: TokenTrunk, buckets: Sequence[int], device: Device, pool: Pool, counters: Counters, retry: bool
+    ) -> None:
         self._trunk, self._buckets = trunk, buckets
         self._device, self._pool, self._counters = device, pool, counters
         self._graphs: dict[int, PrimeGraph] = {}
         self._seen: set[int] = set()
+        self._retry, self._failed = retry, set[int]()
         self._cuts: dict[int, Pattern] = {}  # measured, by bucket
 
     @property
@@ -76,7 +93,7 @@ class FirstTokenGraphs:
 
     def run(self, ids: Tensor, cache: Any, bucket: int) -> Tensor | None:
         """Logits [1, V] of a fresh prompt ``ids`` [n], whose keys and values are in ``cache`` then. None at the first call of a
-        bucket, which others must serve: that is its warm-up.
+        bucket, which others must serve, as that is its warm-up; and for a bucket whose capture failed.
         """
         graph = self._graphs.get(bucket)
         if graph is None:
@@ -84,6 +101,8 @@ class FirstTokenGraphs:
                 self._seen.add(bucket)
                 return None
             graph = self.capture(bucket)
+            if graph is None:
+                return None
             self._counters.served(bucket, ids.shape[0])
         else:
             count = self._counters.replays_of("prime", bucket)
@@ -91,17 +110,25 @@ class FirstTokenGraphs:
             count.tokens += ids.shape[0]
         return graph.run(ids, cache).logits
 
-    def capture(self, bucket: int) -> PrimeGraph:
-        """Capture a bucket, cut where the nearest measured one is quickest."""
-        if bucket not in self._graphs:
-            cuts = self._cuts_for(bucket)
+    def capture(self, bucket: int) -> PrimeGraph | None:
+        """Capture a bucket, cut where the nearest measured one is quickest. None if that failed, and others can serve it."""
+        if bucket in self._graphs or bucket in self._failed:
+            return self._graphs.get(bucket)
+        cuts = self._cuts_for(bucket)
+        try:
             graph = PrimeGraph(self._trunk, bucket, cuts=cuts, device=self._device, pool=self._pool)
-            if cuts is None:
-                self._cuts[bucket] = graph.cuts
-            self._graphs[bucket] = graph
-            self._counters.captured += 1
-            self._counters.seconds += graph.seconds
-        return self._graphs[bucket]
+        except Exception as e:
+            if not self._retry or isinstance(e, UsageError | InputError | ReplayError) or _torch.device_is_lost(e):
+                raise
+            self._failed.add(bucket)
+            log.warning("segue: first tokens of bucket %d have no graph of their own: %s: %s", bucket, type(e).__name__, e)
+            return None
+        if cuts is None:
+            self._cuts[bucket] = graph.cuts
+        self._graphs[bucket] = graph
+        self._counters.captured += 1
+        self._counters.seconds += graph.seconds
+        return graph
 
     def order(self) -> list[int]:
         """In which order to capture the whole ladder: the largest first, then those to be measured, then the rest."""
@@ -110,12 +137,13 @@ class FirstTokenGraphs:
         return list(dict.fromkeys([*measured, *ladder]))
 
     def close(self) -> None:
-        """Drop every graph."""
+        """Drop every graph and the scratch cache."""
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
         self._seen.clear()
         self._cuts.clear()
+        self._trunk.drop_cache()
 
     def _cuts_for(self, bucket: int) -> Pattern | None:
         if not self._device.traits.timing:
@@ -126,24 +154,44 @@ class FirstTokenGraphs:
 
 
 class ModelAround:
-    """What stands around a decoder in a model: embedding and head, which a first token's graph holds too."""
+    """What stands around a decoder in a model, as the graphs of first tokens hold it or leave it out.
 
-    def __init__(self, model: Any, decoder: Any) -> None:
-        self._model, self._decoder = model, decoder
-        self._embedding, self._head = decoder.get_input_embeddings(), model.get_output_embeddings()
-        self._hooks = [
-            hooks for m in (decoder, self._embedding, self._head) for hooks in (m._forward_hooks, m._forward_pre_hooks)
-        ]
-        self._own = [vars(self._embedding), vars(self._head)]
+    They hold embedding and head. They leave out whatever else runs between the model's forward and the decoder's.
+    ``patch``: the decoder's forward as long as nobody wraps it.
+    """
+
+    def __init__(self, model: Any, decoder: Any, patch: Any) -> None:
+        self._model, self._decoder, self._patch = model, decoder, patch
+        self._ends = self._embedding_and_head()
+        self._as_captured = list(map(_computes, self._ends))
+        between = [m for m in model.modules() if m is not model and m is not decoder and any(c is decoder for c in m.modules())]
+        chain = {id(m) for m in (*between, decoder)}
+        self._slots = [(m._modules, k, c) for m in (model, *between) for k, c in m._modules.items() if id(c) in chain]
+        self._without_forward = [vars(m) for m in (*between, *self._ends)]
+        self._hooks = [hooks for m in (*between, decoder, *self._ends) for hooks in (m._forward_hooks, m._forward_pre_hooks)]
 
     def unchanged(self) -> bool:
-        """Whether embedding and head are those of the graphs, and nobody listens to them or to the decoder."""
+        """Whether embedding and head are those of the graphs, and nobody listens or stands in between."""
         return (
             not any(self._hooks)
-            and not any("forward" in own for own in self._own)
-            and self._decoder.get_input_embeddings() is self._embedding
-            and self._model.get_output_embeddings() is self._head
+            and not any("forward" in own for own in self._without_forward)
+            and vars(self._decoder).get("forward") is self._patch
+            and all(table.get(name) is child for table, name, child in self._slots)
+            and all(now is then for now, then in zip(self._embedding_and_head(), self._ends, strict=True))
+            and all(_same(_computes(end), then) for end, then in zip(self._ends, self._as_captured, strict=True))
         )
+
+    def _embedding_and_head(self) -> tuple[Any, Any]:
+        return self._decoder.get_input_embeddings(), self._model.get_output_embeddings()
+
+
+def _computes(module: Any) -> tuple[Any, ...]:
+    """What decides what a module without submodules computes, save the values in its parameters."""
+    return (type(module), *module._parameters.values())
+
+
+def _same(now: tuple[Any, ...], then: tuple[Any, ...]) -> bool:
+    return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
 
 
 def asks_for_one_row(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -156,21 +204,31 @@ def asks_for_one_row(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     return {"input_ids": args[0], **given} if args else given
 
 
-def is_first_token(call: DecoderCall, cache_type: type[Any], layers: set[type]) -> bool:
+def is_first_token(call: DecoderCall, cache_type: type[Any], layers: set[type], count: int) -> bool:
     """Whether a call is one whole prompt of ids for an empty cache of growing layers, at its usual positions, nothing masked.
 
+    A cache has no layers yet, or ``count`` of the types ``layers``.
     Looking at a mask or at positions waits for the device, which has nothing to do yet.
     """
     cache, mask, positions = call.cache, call.attention_mask, call.position_ids
-    if call.batch != 1 or call.input_ids is None or not call.use_cache or not call.return_dict:
+    if call.batch != 1 or call.input_ids is None or call.input_ids.dtype is not torch.int64:
+        return False
+    if not call.use_cache or not call.return_dict:
         return False
     if cache is not None and (type(cache) is not cache_type or cache.get_seq_length() or {*map(type, cache.layers)} - layers):
+        return False
+    if cache is not None and len(cache.layers) not in (0, count):
         return False
     if mask is not None and not (
         isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == call.length and bool(mask.all())
     ):
         return False
     return positions is None or torch.equal(positions[0], torch.arange(call.length, device=positions.device))
+
+
+def has_own_forward(model: Any) -> bool:
+    """Whether a model's forward is transformers' own. What another one does besides the logits, no look at them tells."""
+    return "forward" not in vars(model) and type(model).forward.__module__.partition(".")[0] == "transformers"
 
 
 def is_plain_head(model: Any, out: Any, hidden: Tensor, cache_name: str) -> bool:
