@@ -161,12 +161,12 @@ class ModelAround:
     """
 
     def __init__(self, model: Any, decoder: Any, patch: Any) -> None:
-        self._model, self._decoder, self._patch = model, decoder, patch
-        self._ends = self._embedding_and_head()
-        self._as_captured = list(map(_computes, self._ends))
+        self._decoder, self._patch = vars(decoder), patch
+        self._ends = decoder.get_input_embeddings(), model.get_output_embeddings()
+        self._as_captured = [_computes(end) for end in self._ends]
         between = [m for m in model.modules() if m is not model and m is not decoder and any(c is decoder for c in m.modules())]
-        chain = {id(m) for m in (*between, decoder)}
-        self._slots = [(m._modules, k, c) for m in (model, *between) for k, c in m._modules.items() if id(c) in chain]
+        path = {id(m) for m in (*between, decoder, *self._ends)}
+        self._slots = [(m._modules, k, c) for m in model.modules() for k, c in m._modules.items() if id(c) in path]
         self._without_forward = [vars(m) for m in (*between, *self._ends)]
         self._hooks = [hooks for m in (*between, decoder, *self._ends) for hooks in (m._forward_hooks, m._forward_pre_hooks)]
 
@@ -175,14 +175,10 @@ class ModelAround:
         return (
             not any(self._hooks)
             and not any("forward" in own for own in self._without_forward)
-            and vars(self._decoder).get("forward") is self._patch
+            and self._decoder.get("forward") is self._patch
             and all(table.get(name) is child for table, name, child in self._slots)
-            and all(now is then for now, then in zip(self._embedding_and_head(), self._ends, strict=True))
-            and all(_same(_computes(end), then) for end, then in zip(self._ends, self._as_captured, strict=True))
+            and all(map(_same, map(_computes, self._ends), self._as_captured))
         )
-
-    def _embedding_and_head(self) -> tuple[Any, Any]:
-        return self._decoder.get_input_embeddings(), self._model.get_output_embeddings()
 
 
 def _computes(module: Any) -> tuple[Any, ...]:
