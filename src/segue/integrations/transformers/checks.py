@@ -108,6 +108,18 @@ def check_probe(
             )
 
 
+def results(out: Any, mask: Tensor, cache_name: str) -> dict[str, Tensor]:
+    """What a probe compares, of the real tokens in ``mask`` [B, T]: the last hidden states, and each layer's keys and values."""
+    real = mask.bool()
+    found = {"the last hidden state": out.last_hidden_state[real]}
+    for i, layer in enumerate(getattr(out, cache_name).layers):
+        for part in ("keys", "values"):
+            kept = getattr(layer, part)
+            if kept is not None:
+                found[f"the cache's {part} of layer {i}"] = kept.transpose(1, 2)[real]
+    return found
+
+
 def _difference(got: Tensor | None, want: Tensor) -> str | None:
     if got is None or got.shape != want.shape:
         return f"shape {None if got is None else list(got.shape)} instead of {list(want.shape)}"

@@ -428,22 +428,12 @@ class Accelerated(Handle):
             if isinstance(call, str):
                 raise UsageError(f"{type(self._model).__name__}: its forward can't be read for a probe: {call}")
             ours = self._graphed(call, self._plain, None, reached)
-            checks.check_probe(self._model, reached, self._layers, self._shown(ours, mask), self._shown(out, mask))
+            ours, out = (checks.results(o, mask, self._reader.cache_name) for o in (ours, out))
+            checks.check_probe(self._model, reached, self._layers, ours, out)
 
     def _plain(self, x: Tensor, position_ids: Tensor, ctx: LiveContext) -> Tensor:
         with active_forward(ctx):
             return self._body(x, position_ids)
-
-    def _shown(self, out: Any, mask: Tensor) -> dict[str, Tensor]:
-        """What a probe compares, of the real tokens: the last hidden states, and each layer's keys and values."""
-        real = mask.bool()
-        shown = {"the last hidden state": out.last_hidden_state[real]}
-        for i, layer in enumerate(getattr(out, self._reader.cache_name).layers):
-            for part in ("keys", "values"):
-                kept = getattr(layer, part)
-                if kept is not None:
-                    shown[f"the cache's {part} of layer {i}"] = kept.transpose(1, 2)[real]
-        return shown
 
 
 class _CountingBreakable(Breakable):
