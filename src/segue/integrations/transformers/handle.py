@@ -246,9 +246,7 @@ class Accelerated(Handle):
             return None
         self._check_usable()
         call = self._reader.read((), given)
-        if isinstance(call, str) or not is_first_token(
-            call, names.cache_type(), {names.full_cache_layer()}, self._layers
-        ):
+        if isinstance(call, str) or not is_first_token(call, self._layers):
             return None
         assert call.input_ids is not None
         if (

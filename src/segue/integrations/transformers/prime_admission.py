@@ -34,19 +34,26 @@ def is_fresh(ctx: LiveContext, positions: Tensor | None, decoder: Any) -> bool:
 
     ``positions``: [1, n] as the caller gave them. Looking at them waits for the device, which has nothing to do yet.
     """
-    cache = ctx.cache
-    if ctx.batch != 1 or type(cache) is not names.cache_type() or ctx.implementation.name != "sdpa":
+    if ctx.batch != 1 or not is_empty(ctx.cache, len(decoder.layers)) or ctx.implementation.name != "sdpa":
         return False
     if not_causal(decoder) is not None:
-        return False
-    if cache.get_seq_length() or {*map(type, cache.layers)} - {names.full_cache_layer()}:
-        return False
-    if len(cache.layers) not in (0, len(decoder.layers)):
         return False
     # Without a mask of the caller's, full attention at the usual positions has none but the causal one.
     if ctx.masked and {*map(type, ctx.masks)} - {type(None)}:
         return False
-    return positions is None or torch.equal(positions[0], torch.arange(ctx.length, device=positions.device))
+    return are_usual(positions, ctx.length)
+
+
+def is_empty(cache: Any, layers: int) -> bool:
+    """Whether a cache has no tokens, and as yet no layers or ``layers`` ones that keep every token."""
+    if type(cache) is not names.cache_type() or cache.get_seq_length():
+        return False
+    return len(cache.layers) in (0, layers) and not {*map(type, cache.layers)} - {names.full_cache_layer()}
+
+
+def are_usual(positions: Tensor | None, n: int) -> bool:
+    """Whether ``positions`` [1, n] are those that a prompt of ``n`` tokens has without any being given."""
+    return positions is None or torch.equal(positions[0], torch.arange(n, device=positions.device))
 
 
 def _prompts(ctx: Any) -> list[tuple[int, Any]] | None:

@@ -13,6 +13,7 @@ from segue import _torch
 from segue.devices import Device, Pool
 from segue.errors import InputError, ReplayError, UsageError
 from segue.integrations.transformers.decoder_calls import DecoderCall
+from segue.integrations.transformers.prime_admission import are_usual, is_empty
 from segue.integrations.transformers.prime_trunk import ModelTrunk
 from segue.prime import PrimeGraph
 from segue.prime.cuts import Pattern
@@ -200,26 +201,21 @@ def asks_for_one_row(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     return {"input_ids": args[0], **given} if args else given
 
 
-def is_first_token(call: DecoderCall, cache_type: type[Any], layers: set[type], count: int) -> bool:
-    """Whether a call is one whole prompt of ids for an empty cache of growing layers, at its usual positions, nothing masked.
+def is_first_token(call: DecoderCall, layers: int) -> bool:
+    """Whether a call of a decoder of ``layers`` layers is one whole prompt of ids for an empty cache, with nothing masked.
 
-    A cache has no layers yet, or ``count`` of the types ``layers``.
     Looking at a mask or at positions waits for the device, which has nothing to do yet.
     """
-    cache, mask, positions = call.cache, call.attention_mask, call.position_ids
     if call.batch != 1 or call.input_ids is None or call.input_ids.dtype is not torch.int64:
         return False
-    if not call.use_cache or not call.return_dict:
+    if not call.use_cache or not call.return_dict or not (call.cache is None or is_empty(call.cache, layers)):
         return False
-    if cache is not None and (type(cache) is not cache_type or cache.get_seq_length() or {*map(type, cache.layers)} - layers):
-        return False
-    if cache is not None and len(cache.layers) not in (0, count):
-        return False
+    mask = call.attention_mask
     if mask is not None and not (
         isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == call.length and bool(mask.all())
     ):
         return False
-    return positions is None or torch.equal(positions[0], torch.arange(call.length, device=positions.device))
+    return are_usual(call.position_ids, call.length)
 
 
 def has_own_forward(model: Any) -> bool:
