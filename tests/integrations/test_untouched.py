@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -74,6 +75,21 @@ def test_the_models_own_errors_stay_its_own(make: Make, graphed: Make, ids: Make
     with torch.inference_mode(), pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
         handle.base_model()
     assert handle.stats.reasons == {"not exactly one of input_ids and inputs_embeds": 1}
+
+
+@pytest.mark.parametrize("name", ["input_ids", "position_ids"])
+def test_lists_in_the_place_of_tensors_get_the_models_own_answer_or_error(
+    make: Make, graphed: Make, ids: Make, name: str
+) -> None:
+    model = make()
+    given = {"input_ids": ids(1, 3), "position_ids": torch.arange(3, device=ids(1, 3).device)[None]}
+    given[name] = given[name].tolist()
+    with torch.inference_mode(), pytest.raises(Exception) as untouched:
+        model(**given)
+    handle = graphed(model)
+    with torch.inference_mode(), pytest.raises(untouched.type, match=re.escape(str(untouched.value))):
+        model(**given)
+    assert handle.stats.reasons == {"input_ids, inputs_embeds or position_ids that are no tensor": 1}
 
 
 def test_segue_off_in_the_environment_runs_everything_untouched(

@@ -6,14 +6,14 @@ them. Times are seconds.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+
+from segue.capture.isolation import collect_garbage, no_garbage_collection
 
 Run = Callable[[], object]
 
@@ -126,7 +126,8 @@ def _rotating(runs: Mapping[str, Run], rounds: int, warm_up: int, once: Callable
     """Each run once a round, every round beginning with another one, so that none always comes after the same."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
-    with _no_collection():
+    collect_garbage()
+    with no_garbage_collection():
         for i in range(warm_up + rounds):
             first = i % len(names)
             for name in names[first:] + names[:first]:
@@ -135,15 +136,3 @@ def _rotating(runs: Mapping[str, Run], rounds: int, warm_up: int, once: Callable
                     taken[name].append(seconds)
     synchronize()
     return {name: Spread.of(seconds) for name, seconds in taken.items()}
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()

@@ -87,6 +87,11 @@ class PrimeGraph:
         self._bound = self._bind(checks, scratch, copies, cuts)
 
     @property
+    def owner(self) -> str:
+        """What has the ``recapture()`` that errors tell the user to call."""
+        return self.name
+
+    @property
     def scratch(self) -> Any:
         """The scratch cache that the graph fills."""
         return self._bound.forward.scratch
@@ -245,7 +250,7 @@ class PrimeGraph:
             if "capture again" not in str(e):
                 raise
             # The capture can't know how its owner is told to record anew.
-            raise ReplayError(str(e).replace("capture again", f"call recapture() on the {self.name}")) from e
+            raise ReplayError(str(e).replace("capture again", f"call recapture() on the {self.owner}")) from e
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class CompiledLayers:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within this block the decoder's layers run compiled, once they are :attr:`warm`. Before that they run as they are."""
+        """Within this block the decoder's layers run compiled, once that is :attr:`enabled`; before, as they are."""
         if not self.enabled:
             yield
             return

@@ -70,6 +70,8 @@ class DecoderCallReader:
         use_cache = bool(getattr(self._config, "use_cache", False) if use_cache is None else use_cache)
         if (ids is None) is (embeds is None):
             return reasons.INPUTS
+        if not all(t is None or isinstance(t, Tensor) for t in (ids, embeds, positions)):
+            return reasons.NO_TENSOR
         shape = ids.shape if ids is not None else embeds.shape[:-1]
         reason = (
             self._recorded(rest)

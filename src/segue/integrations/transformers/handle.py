@@ -99,7 +99,8 @@ class Accelerated(Handle):
         self._model_forward: Callable[..., Any] = model.forward
         self._model_cache_name = names.cache_name(model.forward)
         self._patches = [ForwardPatch(decoder, self._serve)]
-        if self._prime is not None and model is not decoder and has_own_forward(model):
+        self._serves_model = self._prime is not None and model is not decoder and has_own_forward(model)
+        if self._serves_model:
             self._patches.append(ForwardPatch(model, self._serve_model))
         self._first_tokens = self._first_token_graphs()
         self._around = ModelAround(model, decoder, self._patches[0])
@@ -271,7 +272,7 @@ class Accelerated(Handle):
     def _first_token_graphs(self) -> FirstTokenGraphs | None:
         """Where prime serves the model and its head is plain: from ids to logits."""
         decoder, model = self._decoder, self._model
-        if len(self._patches) == 1:
+        if not self._serves_model:
             return None
         ids = torch.tensor([[0, min(1, decoder.get_input_embeddings().num_embeddings - 1)]], device=self._device)
         try:

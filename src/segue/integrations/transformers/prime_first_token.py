@@ -62,6 +62,12 @@ class TokenTrunk(ModelTrunk):
         return sum(rows.tensor.untyped_storage().nbytes() for rows in self.state(self._largest).values())
 
 
+class _FirstTokenGraph(PrimeGraph):
+    @property
+    def owner(self) -> str:
+        return "handle of segue.accelerate"
+
+
 class FirstTokenGraphs:
     """Prime graphs from ids to one row of logits, one for each bucket, made at the second call of it or ahead.
 
@@ -117,7 +123,7 @@ class FirstTokenGraphs:
             return self._graphs.get(bucket)
         cuts = self._cuts_for(bucket)
         try:
-            graph = PrimeGraph(self._trunk, bucket, cuts=cuts, device=self._device, pool=self._pool)
+            graph = _FirstTokenGraph(self._trunk, bucket, cuts=cuts, device=self._device, pool=self._pool)
         except Exception as e:
             if not self._retry or isinstance(e, UsageError | InputError | ReplayError) or _torch.device_is_lost(e):
                 raise
@@ -193,7 +199,7 @@ def _same(now: tuple[Any, ...], then: tuple[Any, ...]) -> bool:
 
 def asks_for_one_row(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
     """The decoder's arguments of a call of the outer model that asks for the last row of logits alone; else None."""
-    if len(args) > 1 or type(keep := kwargs.get("logits_to_keep")) is not int or keep != 1:
+    if len(args) > 1 or (args and "input_ids" in kwargs) or type(keep := kwargs.get("logits_to_keep")) is not int or keep != 1:
         return None
     if kwargs.get("return_dict") is False or any(kwargs.get(name) not in (None, False) for name in _SAYS_NOTHING):
         return None

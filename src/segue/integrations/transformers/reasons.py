@@ -8,6 +8,7 @@ from __future__ import annotations
 # The call.
 ARGUMENTS = "arguments that the model's forward doesn't take"
 INPUTS = "not exactly one of input_ids and inputs_embeds"
+NO_TENSOR = "input_ids, inputs_embeds or position_ids that are no tensor"
 NO_TOKENS = "no tokens"
 POSITIONS = "position_ids that are not [1 or batch, tokens]"
 MASK = "an attention_mask that is neither [batch, tokens], nor 4-dimensional, nor a dict of masks"
