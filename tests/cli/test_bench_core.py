@@ -21,7 +21,7 @@ TTFT = ("bench", "ttft")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device would run the benchmark in full")
 
 
-@pytest.mark.parametrize("command", ["breaks", "memory", "runner", "prime"])
+@pytest.mark.parametrize("command", ["breaks", "memory", "runner", "prime", "growth"])
 def test_without_cuda_the_verdicts_are_given_and_no_time(command: str, tmp_path: Path) -> None:
     kept = tmp_path / "results" / "kept.md"
     result = run(app, ["bench", command, "--times", "2", "-f", str(kept)])
@@ -125,6 +125,33 @@ def test_options_of_ttft_reach_the_measurement(
     assert {key: asked[key] for key in expected} == expected
     if "--rivals" not in options:
         assert asked["rivals"] == list(ttft.RIVALS)
+
+
+def test_options_of_growth_reach_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from segue.bench import growth
+    from segue.bench.decoder import SHAPES
+
+    asked: list[Any] = []
+    monkeypatch.setattr(command, "_publish", lambda *args: None)
+    monkeypatch.setattr(growth, "measure", lambda device, shape, **given: asked.append((shape, given["times"], given["compile"])))
+    for options in ([], ["--compile", "--model", "8B", "--times", "3"], ["--no-compile"]):
+        result = run(app, ["bench", "growth", *options])
+        assert result.exit_code == 0, result.output
+    assert asked == [(None, 10, False), (SHAPES["8B"], 3, True), (None, 10, False)]
+    result = run(app, ["bench", "growth", "--model", "Qwen/Qwen3-0.6B"])
+    assert isinstance(result.exception, UsageError) and "none of 0.6B, 1.7B, 8B" in str(result.exception)
+
+
+def test_growth_is_drawn_and_a_difference_exits_1_after_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("transformers")
+    from segue.bench import growth
+
+    monkeypatch.setattr(growth, "_compare", lambda handle, ids: False)
+    result = run(app, ["bench", "growth", "--times", "1", "--plot", str(tmp_path / "plot.png")])
+    assert result.exit_code == 1, result.output
+    assert "NO: auto, breakable" in result.stdout and (tmp_path / "plot.png").stat().st_size > 1000
 
 
 def test_a_rival_that_nobody_knows_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:

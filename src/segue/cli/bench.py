@@ -128,6 +128,37 @@ def prime(out: Out = None, lengths: Lengths = None, times: Times = 20, output: F
     _publish(measure(_device(), lengths=lengths, times=times, progress=log.print), out, output)
 
 
+@app.command()
+def growth(
+    out: Out = None,
+    times: Times = 10,
+    model: Annotated[str | None, typer.Option(help="0.6B, by default, 1.7B or 8B: Qwen3's shape with random weights.")] = None,
+    compile: Annotated[bool, typer.Option(help="Measure with compiled layers.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw what grows with tokens, layers and buckets into this file.")] = None,
+    output: FormatOption = Format.MD,
+) -> None:
+    """How segue's own share of a call, its start-up and its memory grow: with tokens, layers and buckets.
+
+    Without a CUDA device only the verdicts and the pool are given, in a small size.
+    """
+    from segue.bench import plots
+    from segue.bench.decoder import SHAPES
+    from segue.bench.growth import measure
+
+    if model is not None and model not in SHAPES:
+        raise UsageError(f"--model {model}: none of {', '.join(SHAPES)}")
+    if plot is not None:
+        plots.require_matplotlib()
+    shape = None if model is None else SHAPES[model]
+    result = measure(_device(), shape, times=times, progress=log.print, compile=compile)
+    try:
+        if plot is not None:
+            plots.draw_growth(plot, result.panels)
+            log.print(f"drawn into {plot}")
+    finally:
+        _publish(result, out, output)
+
+
 def _device() -> Device:
     return resolve("cuda" if torch.cuda.is_available() else "emulator")
 
