@@ -6,6 +6,8 @@ and the smallest change that mends it. Torch's and the user's own exceptions pas
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -27,6 +29,14 @@ class GraphMemoryError(CaptureError, torch.OutOfMemoryError):
 
 class ReplayError(SegueError):
     """A replay would not give what eager gives: a changed break result, a re-pointed tensor, a capture that failed."""
+
+
+class StateChangedError(ReplayError):
+    """What Python decided by at capture has changed: a submodule, a hook, an attribute, a global. ``change`` says which."""
+
+    def __init__(self, text: str, change: Any) -> None:
+        super().__init__(text)
+        self.change = change
 
 
 class InputError(SegueError):

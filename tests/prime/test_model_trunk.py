@@ -137,7 +137,7 @@ def test_attention_that_is_no_longer_causal_is_seen_in_any_layer_before_a_run(de
         attention.is_causal = False
         with pytest.raises(segue.SegueError, match=r"layers\.1\.self_attn\.is_causal is False"):
             prime.run(prompt(5, device), cache_of(model))
-        del attention.is_causal
+        attention.is_causal = True
         prime.run(prompt(5, device), session := cache_of(model))
         assert session.get_seq_length() == 5
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 
 import pytest
 import torch
@@ -126,16 +127,16 @@ def test_request_counts_must_agree(make, model):
 
 def test_a_shadow_run_finds_a_frozen_value(make, model):
     class Counter:
-        step = 0.0
+        step = array("d", [0.0])  # into which nobody looks
 
         def __call__(self, x):
-            return x + self.step
+            return x + self.step[0]
 
     frozen = Counter()
     runner = make(frozen, {"x": Input(0, 0.0)}, [8], verify_every=2)
     for _ in range(4):
         runner(model.x(5))
-    frozen.step = 3.0
+    frozen.step[0] = 3.0
     runner(model.x(5))
     with pytest.raises(
         ReplayError, match=r"verify_every: bucket 8 with 5 tokens: .*output differs in 20 of 20 elements"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from segue import _source_lines, _torch
 from segue.capture.arguments import BoundArguments, of_context
+from segue.capture.code_names import mark_break
 from segue.capture.context_paths import ContextMap, getter, is_plain, show
 from segue.capture.handoff import Allocate, Handoff, first_result, token_dimension, zeros_on
 from segue.capture.nested import Branch, StructureChanged, Take, leaves, parts_of, take_apart
@@ -67,6 +68,7 @@ def break_point(
         return spec.call(args, kwargs)
 
     _torch.dynamo_boundary(wrapper)
+    mark_break(wrapper)
     return wrapper
 
 

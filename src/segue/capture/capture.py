@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, cast
@@ -16,6 +16,7 @@ from segue.capture.break_points import Break, BreakSpec
 from segue.capture.externals import External, Externals
 from segue.capture.isolation import forget_casts, no_garbage_collection, one_capture, tuned_kernel, uninterrupted
 from segue.capture.op_watch import OpWatch
+from segue.capture.places import Places, tensors_held
 from segue.capture.program import Program, Step, row_count
 from segue.capture.thread_state import state
 from segue.devices import Device, Pool, Recording, Segment
@@ -39,11 +40,15 @@ class BreakableCapture:
         device: ``"emulator"`` or what ``torch.device`` takes; by default CUDA where there is one.
         valid_rows: how many rows are real in the forward being captured; by default all.
         name: what errors call this capture.
-        root: the function being captured, or its :class:`~segue.capture.object_graph.Places`. What segments read is searched for
-            in what the function reaches, so that errors can name it and a replay notices a parameter that was given other memory.
+        root: the function being captured, or its :class:`~segue.capture.places.Places`. What segments read is searched
+            for in what it reaches, so that errors can name it. A replay then notices that a parameter was given other memory, or
+            that its code decided by a module, hook, attribute or global which is another one now.
         defer_checks: a caller may set this if it copies the results out before anything else replays. The device may then run the
             first segment while the host still checks that what the others read is where it was. If that check
             raises an error, the first segment's work in the pool is all that has been done.
+        remedy: what an error about something that has changed tells the user to do, beside undoing that.
+        own: what holds tensors outside the pool that only the caller uses, such as input buffers and a scratch cache. The first
+            segment may write them before the checks are done.
     """
 
     def __init__(
@@ -57,6 +62,8 @@ class BreakableCapture:
         name: str | None = None,
         root: Any = None,
         defer_checks: bool = False,
+        remedy: str = "capture again",
+        own: Any = None,
     ) -> None:
         rows = None if rows is None else row_count(rows, "BreakableCapture: rows")
         valid_rows = None if valid_rows is None else row_count(valid_rows, "BreakableCapture: valid_rows")
@@ -71,8 +78,10 @@ class BreakableCapture:
         self._steps: list[Step] = []
         self._graphs: list[Segment] = []
         self._unlaunched: list[Segment] = []  # committed, and waiting for a launch
-        self._root, self._defer_checks = root, defer_checks
-        self._op_watch = OpWatch(self.pool, self.name)
+        self._root, self._defer_checks, self._remedy = root, defer_checks, remedy
+        self._own = {} if own is None else tensors_held(own, "inputs" if isinstance(own, Mapping) else type(own).__qualname__)
+        self._places: Places | None = None  # made when the capture begins, as the forward may change what it decides by
+        self._op_watch = OpWatch(self.pool, self.name, self._own)
         self._at_end: list[Callable[[], object]] = []
         self._recording: Recording | None = None
         self._program: Program | None = None
@@ -148,6 +157,7 @@ class BreakableCapture:
             raise UsageError(f"{self.name} was begun in a break of a replay; capture ahead of it, or outside it.")
         if self._status != "new":
             raise UsageError(f"{self.name} is {self._status}; a capture records once. Make a new BreakableCapture.")
+        self._places = self._root if isinstance(self._root, Places) else Places(self._root)
         with ExitStack() as scope:
             scope.enter_context(one_capture)
             scope.enter_context(no_garbage_collection())
@@ -331,7 +341,9 @@ class BreakableCapture:
         baked = {path: held for s in self._steps if isinstance(s, Break) for path, held in s.bound.context_tensors.items()}
         self._op_watch.claim()
         self._counts = self.graphs, self.breaks
-        return Externals(self.externals, self._root, baked, self._defer_checks and self._op_watch.harmless)
+        assert self._places is not None
+        early = self._defer_checks and self._op_watch.harmless
+        return Externals(self.externals, self._places, baked, early, self._remedy, self._own)
 
     def _begin_segment(self) -> None:
         forget_casts()

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import getitem
+from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from segue import _torch
 from segue.capture.context_paths import ContextMap, getter, show
-from segue.capture.object_graph import Place, Places
+from segue.capture.decisions import Change
+from segue.capture.object_graph import Place
+from segue.capture.places import Places
 from segue.capture.thread_state import state
 from segue.errors import ReplayError
 
@@ -45,11 +47,14 @@ class Externals:
 
     Args:
         externals: what segments read or write outside the pool.
-        root: the function that was captured, whose names are searched for the externals; or its :class:`Places`, found before;
-            None for a bare capture.
+        places: those of the function that was captured, found before the capture.
         context_tensors: tensors of the live context whose address a break's arguments have baked, by path.
         defer_checks: the first segment may run before the rest is checked. The caller knows that this segment was seen to write
             nothing outside the pool, and that nobody reads what the last replay left in the pool.
+        remedy: what errors tell the user to do, beside undoing a change.
+        own: places of tensors that only the caller uses, by storage.
+
+    What the code decided by (:class:`~segue.capture.decisions.Decisions`) is compared together with the rest.
 
     ``named`` pairs a name with each external that has one, ``unnamed`` are the others. Where compiled code is reachable from
     the root, nothing could watch its inner operands, so every tensor that the root reaches counts as read.
@@ -61,18 +66,24 @@ class Externals:
     def __init__(
         self,
         externals: list[External],
-        root: Any,
+        places: Places,
         context_tensors: Mapping[str, tuple[Callable[[Any], Any], Tensor]],
         defer_checks: bool,
+        remedy: str = "capture again",
+        own: Mapping[int, Place] = MappingProxyType({}),
     ) -> None:
-        places = root if isinstance(root, Places) else Places(root)
-        found = [places.of(e.tensor) for e in externals]
-        if places is root and None in found:
+        def search() -> list[Place | None]:
+            return [own.get(_torch.storage_key(e.tensor)) or places.of(e.tensor) for e in externals]
+
+        found = search()
+        if None in found:
             places.look_again()
-            found = [places.of(e.tensor) for e in externals]
+            found = search()
         if places.compiled:
             externals = [*externals, *_inside_compiled_code(externals, places)]
             found = [*found, *(places.of(e.tensor) for e in externals[len(found) :])]
+        places.decisions.settle()
+        self._decisions, self._remedy = places.decisions, remedy
         contexts = ContextMap(state.ctx)
         named: list[tuple[Place, External]] = []
         self.unnamed: list[External] = []
@@ -94,19 +105,30 @@ class Externals:
             _AddressCheck(
                 [(place, e) for place, e in named if (e.segment == 0 or not self.early) is first],
                 [e for e in self.unnamed if (e.segment == 0 or not self.early) is first],
+                remedy,
             )
             for first in (True, False)
         )
-        self.check_rest = self._rest.check
 
     def check(self) -> None:
-        """Check that everything a segment baked is where it was.
+        """Check that everything a segment baked is where it was, and what Python decided by as it was.
 
         Raises:
-            ReplayError: something was re-pointed, resized or freed; names it and the line that reads it.
+            ReplayError: something was re-pointed, resized or freed; names it and the line that reads it. StateChangedError: a
+                submodule, hook, attribute or global is another one.
         """
         self.check_first()
         self.check_rest()
+
+    def check_rest(self) -> None:
+        """Do what :meth:`check` does beside :meth:`check_first`."""
+        if self._decisions.changed() is not None:
+            self._decisions.check(self._remedy)
+        self._rest.check()
+
+    def changed(self) -> Change | None:
+        """What Python decided by and is something else now; None if nothing is."""
+        return self._decisions.changed()
 
     def check_first(self) -> None:
         """Do what :meth:`check` does for what the first segment uses, and for the tensors of the live context."""
@@ -123,20 +145,14 @@ class Externals:
 class _AddressCheck:
     """Checks that some externals are where they were. Each is found by its place, or else by the object that was used."""
 
-    def __init__(self, named: list[tuple[Place, External]], unnamed: list[External]) -> None:
-        self._unnamed = unnamed
+    def __init__(self, named: list[tuple[Place, External]], unnamed: list[External], remedy: str) -> None:
+        self._unnamed, self._remedy = unnamed, remedy
         self._items = [(place, external) for place, external in named if place.subscript]
         self._attributes = [(place, external, place.get().data_ptr()) for place, external in named if not place.subscript]
         loose = [external.seen for external in unnamed]
         self._holders = [*(place.holder for place, _ in self._items), *(loose for _ in loose)]
         self._keys = [*(place.key for place, _ in self._items), *range(len(loose))]
         self._pointers = self._pointers_now()
-        self._links = [(link, link.get()) for link in _links(place for place, _ in named)]
-        holders = {id(link.holder): link.holder for link, _ in self._links}
-        tables = {key: holder for key, holder in holders.items() if _is_modules(holder)}
-        self._tables = list(tables.values())
-        self._snapshots = [dict(table) for table in self._tables]
-        self._rest = [(link, child) for link, child in self._links if id(link.holder) not in tables]
 
     def check(self) -> None:
         """Raise ReplayError if something was re-pointed, resized or freed."""
@@ -146,13 +162,9 @@ class _AddressCheck:
             there = False
         if not there:
             raise self._moved()
-        if self._tables != self._snapshots:
-            _check_links(self._links)
-            self._snapshots = [dict(table) for table in self._tables]
-        _check_links(self._rest)
         for place, external, pointer in self._attributes:
             if _pointer(place.get()) != pointer:
-                raise _repointed(place.name, external)
+                raise _repointed(place.name, external, self._remedy)
 
     def _pointers_now(self) -> list[int]:
         held: Iterable[Any] = map(getitem, self._holders, self._keys)
@@ -162,37 +174,21 @@ class _AddressCheck:
         pointers = iter(self._pointers)
         for place, external in self._items:
             if _pointer(place.get()) != next(pointers):
-                return _repointed(place.name, external)
+                return _repointed(place.name, external, self._remedy)
         for external, pointer in zip(self._unnamed, pointers, strict=True):
             if _pointer(external.seen) != pointer:
-                return _repointed(f"a tensor {tuple(external.tensor.shape)} {external.tensor.dtype}", external)
+                return _repointed(f"a tensor {tuple(external.tensor.shape)} {external.tensor.dtype}", external, self._remedy)
         raise AssertionError("a pointer differed, and none does")
-
-
-def _check_links(links: list[tuple[Place, Any]]) -> None:
-    for link, child in links:
-        if link.get() is not child:
-            raise ReplayError(
-                f"{link.name} was replaced since the capture; the graph would go on with the tensors of the old one. Change "
-                "them in place (copy_), or capture again."
-            )
-
-
-def _is_modules(holder: Any) -> bool:
-    """Whether ``holder`` is a module's table of submodules, which ``==`` compares by identity, in one pass."""
-    return isinstance(holder, dict) and all(
-        v is None or (isinstance(v, torch.nn.Module) and type(v).__eq__ is object.__eq__) for v in holder.values()
-    )
 
 
 def _pointer(value: Any) -> int | None:
     return value.data_ptr() if isinstance(value, Tensor) else None
 
 
-def _repointed(name: str, external: External) -> ReplayError:
+def _repointed(name: str, external: External, remedy: str) -> ReplayError:
     return ReplayError(
         f"{name}, used by {external.op} at {external.where}, has other memory than at capture (re-pointed, resized or freed). "
-        "The graph would go on with the old values. Change values in place (copy_), or capture again."
+        f"The graph would go on with the old values. Change values in place (copy_), or {remedy}."
     )
 
 
@@ -202,17 +198,6 @@ def _context_moved(path: str, external: External | None) -> ReplayError:
         f"{path} is another tensor than at capture, and {reader} has baked the old one's address. Declare it as an input, read "
         "it inside a break, or keep one tensor and copy_ into it."
     )
-
-
-def _links(places: Iterable[Place]) -> list[Place]:
-    """The places that lead from the root to these, each once."""
-    found: dict[int, Place] = {}
-    for place in places:
-        within = place.within
-        while within is not None and id(within) not in found:
-            found[id(within)] = within
-            within = within.within
-    return list(found.values())
 
 
 def _inside_compiled_code(externals: list[External], places: Places) -> list[External]:

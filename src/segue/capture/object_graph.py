@@ -6,27 +6,28 @@ It finds names for externals, the modules that a function reaches, and the plain
 from __future__ import annotations
 
 import dataclasses
-import dis
 import functools
-import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from contextvars import ContextVar
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from segue import _torch
+from segue.capture.code_names import Names, attributes_of, globals_of, is_break, is_installed, is_library
 from segue.capture.compiled import Compiled
 from segue.capture.context_paths import is_plain, slots
 
-_LIBRARIES = {"torch", "segue", *sys.stdlib_module_names}
-_OPAQUE = {"torch", "segue", "builtins", "functools", "logging", "threading", "_thread"}  # whose objects hold no state of a model
+# Packages whose objects hold no state of a model.
+_OPAQUE = {"torch", "segue", "builtins", "functools", "logging", "threading", "_thread", "weakref", "_weakref"}
+_NO_STATE = {"logging", "threading", "_thread", "typing", "re", "dataclasses", "importlib"}
 _HELD_BY_CLASSES = (Tensor, torch.nn.Module, dict, list)
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _PLAIN = (bool, int, float, str)
-_DEPTH = 6  # of containers and plain objects; submodules are followed to the end
+_DEPTH = 20  # of containers and plain objects; submodules are followed to the end
+_FAR = 2  # behind functions and classes of installed packages, which reach each other without end
 _MOST = 50_000  # objects visited: names only make errors clearer, so a capture must not walk the whole process for them
 
 
@@ -59,19 +60,46 @@ def held_by(obj: Any) -> Iterator[Held]:
         yield from (Held(obj.keywords, k, v, f".{k}") for k, v in list(obj.keywords.items()))
     elif isinstance(obj, FunctionType):
         yield from _held_by_function(obj)
-    elif isinstance(obj, dict):
-        yield from (Held(obj, k, v, f"[{k!r}]") for k, v in list(obj.items()))
-    elif isinstance(obj, list | tuple):
-        yield from (Held(obj, i, v, f"[{i}]") for i, v in enumerate(obj))
+    elif isinstance(obj, ContextVar):
+        yield Held(current := _Current(obj), "value", current.value, "")
+    elif isinstance(obj, dict | list | tuple | deque):
+        # Not as a subclass iterates, which may load what is asked for.
+        items = list(dict.items(obj)) if isinstance(obj, dict) else enumerate(list.copy(obj) if isinstance(obj, list) else obj)
+        yield from (Held(obj, k, v, f"[{k!r}]") for k, v in items)
+        if type(obj) not in (dict, list, tuple, deque):
+            yield from _attributes(obj)
     elif isinstance(obj, type):
         yield from (Held(obj, k, v, f".{k}") for k, v in list(vars(obj).items()) if isinstance(v, _HELD_BY_CLASSES))
     else:
-        own = getattr(obj, "__dict__", None)
-        if isinstance(own, dict):
-            yield from (Held(own, k, v, f".{k}") for k, v in list(own.items()))
-        for name in slots(type(obj)):
-            if not name.startswith("__") and hasattr(obj, name):
-                yield Held(obj, name, getattr(obj, name), f".{name}")
+        yield from _attributes(obj)
+
+
+def _attributes(obj: Any) -> Iterator[Held]:
+    own = getattr(obj, "__dict__", None)
+    if isinstance(own, dict):
+        yield from (Held(own, k, v, f".{k}") for k, v in list(own.items()))
+    for name in slots(type(obj)):
+        if not name.startswith("__") and hasattr(obj, name):
+            yield Held(obj, name, getattr(obj, name), f".{name}")
+
+
+class _Current:
+    """What a context variable holds for whoever asks."""
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        self._variable = variable
+
+    @property
+    def value(self) -> Any:
+        """Its value here and now; None if it has none."""
+        try:
+            return self._variable.get()
+        except LookupError:
+            return None
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._variable.set(value)
 
 
 class Place:
@@ -81,7 +109,7 @@ class Place:
 
     def __init__(self, holder: Any, key: Any, name: str, within: Place | None) -> None:
         self.holder, self.key, self.name, self.within = holder, key, name, within
-        self.subscript = isinstance(holder, dict | list | tuple)
+        self.subscript = isinstance(holder, dict | list | tuple | deque)
 
     def get(self) -> Any:
         """The value that is there now; None if there is none."""
@@ -91,29 +119,64 @@ class Place:
             return None
 
 
-def walk(root: Any, name: str = "", enter: Callable[[Any], bool] | None = None) -> Iterator[tuple[Place, Any]]:
-    """``(place, value)`` of everything that ``root`` reaches by name.
+class Visit(NamedTuple):
+    """An object that a walk came to, its name, what it holds, and whether only breaks reach it, where everything is live."""
 
-    Submodules are followed to the end, other objects some levels deep. Plain values, tensors and libraries are yielded, and what
-    they hold isn't. ``enter``: whether the walk goes on into an object that is none of these and no module; by default always.
+    obj: Any
+    name: str
+    held: list[tuple[Place, Any]]
+    live: bool
+
+
+def visits(root: Any, name: str = "", enter: Callable[[Any], bool] | None = None, names: Names | None = None) -> Iterator[Visit]:
+    """Every object that ``root`` reaches by name, each once, the nearest first, so that a value gets its shortest name.
+
+    Submodules are followed to the end, other objects some levels deep. Plain values, tensors and libraries are held, and never
+    visited. Of a class that was met, the methods are followed whose names stand in the code that was met.
+
+    ``enter``: whether the walk goes on into an object that is none of these and no module; by default always. Given it, no
+    class and no method is followed. ``names``: collects those of the code.
     """
     seen: dict[int, Any] = {}  # by id; held, since Python would give the id of a temporary object to another
-    # The nearest first, so that a value gets its shortest name.
+    names = Names() if names is None else names
     ahead: deque[tuple[Any, str, int, Place | None]] = deque([(root, name or _name_of(root), _DEPTH, None)])
-    while ahead and len(seen) < _MOST:
+    later: deque[tuple[Any, str, int, Place | None]] = deque()  # behind the functions of breaks
+    live = False
+    while len(seen) < _MOST:
+        if not ahead and not live and enter is None:
+            ahead.extend((fn, text, _FAR if is_installed(fn.__module__) else _DEPTH, None) for text, fn in names.methods())
+        if not ahead:
+            if not later:
+                return
+            ahead, later, live = later, ahead, True
         obj, label, depth, within = ahead.popleft()
         if id(obj) in seen or depth < 0:
             continue
         seen[id(obj)] = obj
-        for holder, key, value, text in held_by(obj):
-            place = Place(holder, key, label + text, within)
-            yield place, value
+        if not live and isinstance(obj, FunctionType) and is_break(obj):
+            later.append((obj, label, depth, within))
+            del seen[id(obj)]
+            continue
+        if not live:
+            names.meet(obj)
+        found = [(Place(h.holder, h.key, label + h.text, within), h.value) for h in held_by(obj)]
+        yield Visit(obj, label, found, live)
+        for place, value in found:
             if isinstance(value, Tensor) or (is_plain(value) and not isinstance(value, FunctionType | type)):
                 continue
             if isinstance(value, torch.nn.Module):
                 ahead.append((value, place.name, _DEPTH, place))
             elif not _is_library(value) and (enter is None or enter(value)):
-                ahead.append((value, place.name, depth - 1, place))
+                far = _FAR if isinstance(value, FunctionType | type) and is_installed(value.__module__) else depth
+                ahead.append((value, place.name, min(depth, far) - 1, place))
+        if enter is None and not is_library((cls := type(obj)).__module__):
+            ahead.append((cls, cls.__qualname__, depth - 1, None))
+
+
+def walk(root: Any, name: str = "", enter: Callable[[Any], bool] | None = None) -> Iterator[tuple[Place, Any]]:
+    """``(place, value)`` of everything that ``root`` reaches by name, as :func:`visits` does."""
+    for visit in visits(root, name, enter):
+        yield from visit.held
 
 
 def reached(root: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -127,58 +190,9 @@ def plain_values(root: Any, name: str = "") -> dict[str, Any]:
     return {label: value for label, value in reached(root, name) if value.__class__ in _PLAIN}
 
 
-class Places:
-    """The first place found of each storage that ``root`` reaches. None as the root reaches nothing.
-
-    The walk takes milliseconds, so it may be done once for several captures. A place counts only while the storage is still held
-    there. If one is missing, :meth:`look_again` searches once more.
-
-    ``compiled``: whether the root reaches compiled code. ``writes_unseen``: whether some of it may write tensors that it was
-    given, which no mode sees: any but that of :func:`~segue.compile_dynamic`.
-    """
-
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self.look_again()
-
-    def look_again(self) -> None:
-        """Walk from the root once more, and replace what was found before."""
-        self._found: dict[int, Place] = {}
-        self.compiled = self.writes_unseen = False
-        if self._root is None:
-            return
-        self._note_compiled(self._root)
-        for place, value in walk(self._root):
-            if isinstance(value, Tensor):
-                if _torch.address(value):
-                    self._found.setdefault(_torch.storage_key(value), place)
-            else:
-                self._note_compiled(value)
-
-    def _note_compiled(self, value: Any) -> None:
-        if _is_compiled(value):
-            self.compiled = True
-            self.writes_unseen = self.writes_unseen or not isinstance(value, Compiled)
-
-    def of(self, t: Tensor) -> Place | None:
-        """The place where ``t``'s memory is held now; None if there is none."""
-        key = _torch.storage_key(t)
-        place = self._found.get(key)
-        held = None if place is None else place.get()
-        return place if isinstance(held, Tensor) and _torch.storage_key(held) == key else None
-
-    def tensors(self) -> Iterator[Tensor]:
-        """The tensors that are held at the places now."""
-        for place in self._found.values():
-            if isinstance(t := place.get(), Tensor):
-                yield t
-
-
 def _is_state(name: str, value: Any) -> bool:
     """Whether an entry of a module's ``__dict__`` may be state of its owner's, and not torch's bookkeeping."""
-    if not name.startswith("_"):
-        return True
-    return name not in _OF_EVERY_MODULE and isinstance(value, Tensor | dict | list | tuple)
+    return not name.startswith("_") or name not in OF_EVERY_MODULE
 
 
 def _held_by_function(fn: FunctionType) -> Iterator[Held]:
@@ -188,19 +202,21 @@ def _held_by_function(fn: FunctionType) -> Iterator[Held]:
     for i, default in enumerate(fn.__defaults__ or ()):
         yield Held(fn.__defaults__, i, default, f" default {i}")
     yield from (Held(fn.__kwdefaults__, name, v, f" default {name}") for name, v in (fn.__kwdefaults__ or {}).items())
-    for name in _globals_of(fn.__code__):
+    for name in globals_of(fn.__code__):
         if name in fn.__globals__:
-            yield Held(fn.__globals__, name, fn.__globals__[name], f": {name}")
+            yield from _held_by_global(fn.__globals__, name, f": {name}", attributes_of(fn.__code__))
+    yield from (Held(fn.__dict__, k, v, f".{k}") for k, v in list(fn.__dict__.items()) if not k.startswith("__"))
     if (wrapped := getattr(fn, "__wrapped__", None)) is not None:
         yield Held(fn, "__wrapped__", wrapped, "")
 
 
-@functools.lru_cache(maxsize=4096)
-def _globals_of(code: CodeType) -> tuple[str, ...]:
-    """Names of the globals that a function and the functions inside it read. ``co_names`` has the names of attributes as well."""
-    names = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
-    inner = [name for c in code.co_consts if isinstance(c, CodeType) for name in _globals_of(c)]
-    return tuple(dict.fromkeys([*names, *inner]))
+def _held_by_global(holder: dict[str, Any], key: str, text: str, names: frozenset[str], depth: int = 4) -> Iterator[Held]:
+    """A global; and of a Python module that is no library, what code with these ``names`` may read there."""
+    value = holder[key]
+    yield Held(holder, key, value, text)
+    if isinstance(value, ModuleType) and depth and not is_library(value.__name__):
+        for name in names & vars(value).keys():
+            yield from _held_by_global(vars(value), name, f"{text}.{name}", names, depth - 1)
 
 
 def _content(cell: CellType) -> Any:
@@ -212,11 +228,11 @@ def _content(cell: CellType) -> Any:
 
 def _is_library(value: Any) -> bool:
     """Whether ``value`` is a Python module, a builtin, or a function or class of torch or Python. These hold nothing of the
-    user's.
+    user's. Nor do loggers and locks.
     """
-    if isinstance(value, ModuleType | BuiltinFunctionType):
+    if isinstance(value, ModuleType | BuiltinFunctionType) or type(value).__module__ in _NO_STATE:
         return True
-    return isinstance(value, type | FunctionType) and _is_of(value, _LIBRARIES)
+    return isinstance(value, type | FunctionType) and is_library(value.__module__)
 
 
 def is_users(value: Any) -> bool:
@@ -233,13 +249,6 @@ def is_users(value: Any) -> bool:
 def _is_of(value: Any, packages: Collection[str]) -> bool:
     home = getattr(value, "__module__", None)
     return isinstance(home, str) and home.partition(".")[0] in packages
-
-
-def _is_compiled(value: Any) -> bool:
-    if isinstance(value, torch.nn.Module):
-        return getattr(value, "_compiled_call_impl", None) is not None or "_torchdynamo_orig_callable" in value.__dict__
-    held: dict[str, Any] = value.__dict__ if isinstance(value, FunctionType | Compiled) else {}
-    return "_torchdynamo_orig_callable" in held and not held.get("_torchdynamo_disable", False)
 
 
 def _name_of(obj: Any) -> str:

@@ -11,7 +11,7 @@ import functools
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import NoneType
@@ -74,7 +74,7 @@ _ops: dict[int, _Op] = {}  # by the id of the function, which is a third of what
 class OpWatch(_torch.WatchingMode):
     """Observes the ops of all segments of one capture and passes them to the recording under way."""
 
-    def __init__(self, pool: Pool, name: str) -> None:
+    def __init__(self, pool: Pool, name: str, own: Collection[int] = ()) -> None:
         super().__init__()
         self._name = name
         # Where pool blocks begin that this capture has written or was seen to allocate, and where views of them do.
@@ -85,7 +85,8 @@ class OpWatch(_torch.WatchingMode):
         self._unsure: dict[int, External] = {}  # those of this segment, which may lie in memory that the pool took in it
         self.recording: Recording | None = None
         self.segment = 0  # the number of the segment that is recorded
-        self.harmless = True  # the first segment was seen to write no external
+        self.harmless = True  # the first segment was seen to write nothing outside that anybody but the caller uses
+        self._own = own  # storages of these, which are the caller's alone
         self.error: BaseException | None = None  # the first refusal, even if the forward swallowed it
         self.pool = pool
         self._observer = _observing.observer
@@ -234,10 +235,11 @@ class OpWatch(_torch.WatchingMode):
     def _write(self, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for t in _tensors(_torch.written(op.writes, args, kwargs)):
             if t.layout is torch.strided:
-                external = self.externals.get(_torch.storage_key(t))
+                key = _torch.storage_key(t)
+                external = self.externals.get(key)
                 if external is not None:
                     external.written = True
-                    self.harmless = self.harmless and self.segment > 0
+                    self.harmless = self.harmless and (self.segment > 0 or key in self._own)
 
 
 def _no_recording(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

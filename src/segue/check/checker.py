@@ -72,6 +72,7 @@ class _Checker:
 
     def run(self) -> Report:
         """Make all comparisons."""
+        self._look_at_graphs()
         self._settle()
         one = self._capture_all(self.first, list(self.groups))
         second = self._sandbox(self.first.runner)
@@ -88,6 +89,15 @@ class _Checker:
                 for sandbox in (self.first, second):
                     self._replay(sandbox, group, trial, want)
         return self._report()
+
+    def _look_at_graphs(self) -> None:
+        """Find out whether the graphs that the runner has already were captured from what is there now."""
+        for slot, captured in self.runner.prepare().graphs.items():
+            look = getattr(captured.program, "changed", None)
+            change = None if look is None else look()
+            if change is not None:
+                text = f"{change} since the capture of bucket {slot[1]}, whose replays are refused. Undo it, or call recapture()"
+                self.findings["stale", change.path] = Finding("stale", change.path, text)
 
     def close(self) -> None:
         """Put back what forwards changed, and drop all graphs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections import deque
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class PlainValues:
                 continue
             if isinstance(holder, types.CellType):
                 holder.cell_contents = value
-            elif isinstance(holder, dict | list):
+            elif isinstance(holder, dict | list | deque):
                 holder[key] = value
             else:
                 object.__setattr__(holder, key, value)
@@ -48,7 +49,7 @@ class ContextContents:
         self._slots: list[tuple[Any, str, Any]] = []  # of objects with __slots__
         self._note(root, holders)
         for place, value in walk(root, enter=is_users):
-            if isinstance(place.holder, dict | list):
+            if isinstance(place.holder, dict | list | deque):
                 holders[id(place.holder)] = place.holder
             elif not isinstance(place.holder, types.CellType | types.MethodType | tuple):
                 self._slots.append((place.holder, place.key, value))
@@ -60,6 +61,9 @@ class ContextContents:
         for holder, saved in self._saved:
             if isinstance(holder, list):
                 holder[:] = saved
+            elif isinstance(holder, deque):
+                holder.clear()
+                holder.extend(saved)
             elif len(holder) != len(saved) or any(holder.get(k, _EMPTY) is not v for k, v in saved.items()):
                 holder.clear()
                 holder.update(saved)
@@ -71,7 +75,7 @@ class ContextContents:
         if isinstance(value, torch.Tensor | type | types.ModuleType | types.FunctionType) or not is_users(value):
             return
         for holder in (value, getattr(value, "__dict__", None)):
-            if isinstance(holder, dict | list):
+            if isinstance(holder, dict | list | deque):
                 holders[id(holder)] = holder
 
 
@@ -84,6 +88,6 @@ def _now(holder: Any, key: Any) -> Any:
             return holder.cell_contents
         except ValueError:
             return _EMPTY
-    if isinstance(holder, list):
+    if isinstance(holder, list | deque):
         return holder[key] if key < len(holder) else _EMPTY
     return holder.get(key, _EMPTY) if isinstance(holder, dict) else getattr(holder, key, _EMPTY)

@@ -13,15 +13,16 @@ from torch import Tensor
 from segue import _torch, devices, environment
 from segue.capture import BreakableCapture
 from segue.capture.module_checks import ModuleChecks
+from segue.capture.places import Places
 from segue.capture.thread_state import state
 from segue.devices import Device, Pool
-from segue.errors import ReplayError, UsageError
+from segue.errors import UsageError
 from segue.prime.copyout import CopyOut
 from segue.prime.cuts import Pattern
 from segue.prime.fixed_inputs import Inputs
 from segue.prime.reference import Reference, embed, reference
 from segue.prime.requests import Batch, Limits, read, read_tokens
-from segue.prime.scratch_forward import ScratchForward, without_gradients
+from segue.prime.scratch_forward import ScratchForward, places_of, without_gradients
 from segue.prime.trunk import Trunk
 from segue.prime.trunk_checks import check_trunk, held_weights, trunk_checks
 
@@ -152,7 +153,7 @@ class PrimeGraph:
             with _torch.inference_guard(True):
                 batch = read(tokens, session, bound.limits, self.trunk)
                 bound.inputs.fill(embed(self.trunk, batch, self.name, bound.inputs.x), batch)
-                logits, hidden = bound.forward.run() if bound.forward.captured is None else self._replay(bound.forward)
+                logits, hidden = bound.forward.run() if bound.forward.captured is None else bound.forward.replay()
             # From here the device is at work, and what is checked costs no time. Only the scratch cache has been written.
             bound.check()
             with without_gradients(as_caller):
@@ -228,7 +229,17 @@ class PrimeGraph:
             parts = embed(self.trunk, example, self.name)
             inputs = Inputs(parts[0], self.bucket, self.requests)
             inputs.fill(parts, example)
-        forward = ScratchForward(self.trunk, scratch, copies, inputs.x, inputs.offsets, self.name, with_head=True)
+        forward = ScratchForward(
+            self.trunk,
+            scratch,
+            copies,
+            inputs.x,
+            inputs.offsets,
+            self.name,
+            places=self._places(),
+            remedy=f"call recapture() on the {self.owner}",
+            with_head=True,
+        )
         if not self.off:
             forward.capture(cuts, self.pool, self._stream)
             assert forward.captured is not None
@@ -243,14 +254,9 @@ class PrimeGraph:
             ids = torch.zeros(n, dtype=torch.int64, device=place)
         return Batch([ids] * count, [n] * count, [None] * count)
 
-    def _replay(self, forward: ScratchForward) -> tuple[Tensor, ...]:
-        try:
-            return forward.replay()
-        except ReplayError as e:
-            if "capture again" not in str(e):
-                raise
-            # The capture can't know how its owner is told to record anew.
-            raise ReplayError(str(e).replace("capture again", f"call recapture() on the {self.owner}")) from e
+    def _places(self) -> Places:
+        """The names that the trunk reaches, and what it decides by now."""
+        return places_of(self.trunk)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from segue import _torch
 from segue.capture import current_forward_ctx
+from segue.capture.places import Places
 from segue.errors import ReplayError
 from segue.prime.copyout import CopyOut
 from segue.prime.cuts import marks
 from segue.prime.fixed_inputs import Offsets
 from segue.prime.requests import packed_offsets
-from segue.prime.scratch_forward import Results, ScratchForward
+from segue.prime.scratch_forward import Results, ScratchForward, places_of
 from segue.prime.trunk import Trunk
 from segue.runner.calls import Call
 from segue.runner.strategy import CapturedForward, Job
@@ -54,6 +55,7 @@ class PrimeStrategy:
         self._programs: weakref.WeakSet[_PrimeProgram] = weakref.WeakSet()
         self._marked: int | None = None  # marks of the forward, which its warm-up has counted
         self._shared: weakref.ref[_SharedScratch] | None = None  # goes with the last graph that fills it
+        self._places: Places | None = None
 
     @property
     def captured(self) -> frozenset[int]:
@@ -112,7 +114,9 @@ class PrimeStrategy:
         """Record the trunk at the bucket's shape, on this call's prompts, and fill their sessions."""
         x = job.inputs[self._x]
         scratch, kept = self.new_scratch(x.shape[0])
-        forward = self._forward(x, scratch, f"{job.name}, prime")
+        if self._places is None or self._places.decisions.changed() is not None:
+            self._places = places_of(self.trunk)
+        forward = self._forward(x, scratch, f"{job.name}, prime", job.remedy)
         prompts = self._begin(forward, job.ctx)
 
         def at_end(results: Results) -> Callable[[], object]:
@@ -157,10 +161,11 @@ class PrimeStrategy:
         forward.replay()
         _fill_sessions(forward, prompts)
 
-    def _forward(self, x: Tensor, scratch: Any, name: str) -> ScratchForward:
+    def _forward(self, x: Tensor, scratch: Any, name: str, remedy: str = "") -> ScratchForward:
         rows = x.shape[0]
         copies = CopyOut(self.trunk.state(scratch), rows, self.requests, name)
-        return ScratchForward(self.trunk, scratch, copies, x, Offsets(rows, self.requests, x.device), name)
+        offsets = Offsets(rows, self.requests, x.device)
+        return ScratchForward(self.trunk, scratch, copies, x, offsets, name, places=self._places, remedy=remedy)
 
     def _begin(self, forward: ScratchForward, ctx: Any = None) -> Prompts:
         """Write where the prompts of ``ctx``, by default the live context, begin. Returns the prompts."""
@@ -191,6 +196,7 @@ class _PrimeProgram:
         self._strategy, self._forward, self._kept = strategy, forward, kept
         self.graphs, self.rows, self.open = capture.graphs, rows, True
         self.writes = [e.tensor for e in capture.externals if e.written]
+        self.changed = capture.externals_check.changed
         self.scratch = forward.copies.tensors
 
     def replay(self, valid_rows: int | None = None) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from segue import _source_lines, _torch
 from segue.capture import BreakableCapture, weak_ref_tensor
 from segue.capture.isolation import collect_garbage, one_capture
-from segue.capture.object_graph import Places
+from segue.capture.places import Places
 from segue.devices import Pool
 from segue.errors import CaptureError, SegueError, UsageError
 from segue.prime.copyout import CopyOut
@@ -33,10 +33,15 @@ AtEnd = Callable[[Results], Callable[[], object]]
 
 
 class Prime:
-    """What a prime graph reads, by name: errors call it ``Prime.trunk.layers.0.weight`` and ``Prime.scratch.kv``."""
+    """What a prime graph alone fills, by name: errors call it ``Prime.scratch.kv``."""
 
-    def __init__(self, trunk: Trunk, scratch: Any, x: Tensor, cu_seqlens: Tensor) -> None:
-        self.trunk, self.scratch, self.x, self.cu_seqlens = trunk, scratch, x, cu_seqlens
+    def __init__(self, scratch: Any, x: Tensor, cu_seqlens: Tensor) -> None:
+        self.scratch, self.x, self.cu_seqlens = scratch, x, cu_seqlens
+
+
+def places_of(trunk: Trunk) -> Places:
+    """The names that a trunk reaches. Errors call what its graphs read ``Prime.trunk.layers.0.weight``."""
+    return Places(trunk, "Prime.trunk")
 
 
 class ScratchForward:
@@ -48,6 +53,7 @@ class ScratchForward:
         x: the embedded tokens [rows, D], zero past the real ones.
         offsets: where each request's rows begin.
         name: what errors call it.
+        places: the names that ``trunk`` reaches. ``remedy``: what errors about something that has changed tell the user to do.
         with_head: whether the trunk's head runs too. The results are then logits [requests, V] and the last hidden states
             [requests, H]; otherwise they are the hidden states [rows, H] alone.
 
@@ -56,10 +62,20 @@ class ScratchForward:
     """
 
     def __init__(
-        self, trunk: Trunk, scratch: Any, copies: CopyOut, x: Tensor, offsets: Offsets, name: str, *, with_head: bool = False
+        self,
+        trunk: Trunk,
+        scratch: Any,
+        copies: CopyOut,
+        x: Tensor,
+        offsets: Offsets,
+        name: str,
+        *,
+        places: Places | None = None,
+        remedy: str = "capture again",
+        with_head: bool = False,
     ) -> None:
         self.trunk, self.scratch, self.copies, self.x, self.offsets, self.name = trunk, scratch, copies, x, offsets, name
-        self._with_head = with_head
+        self._with_head, self._places, self._remedy = with_head, places, remedy
         self.cuts: Pattern = ()
         self.measured: dict[Pattern, float] = {}
         self.seconds = 0.0
@@ -97,11 +113,14 @@ class ScratchForward:
         if marked is None:
             marked = self._warm_up(pool, stream)
             self.offsets.check(self.name)
-        root = Places(Prime(self.trunk, self.scratch, self.x, self.offsets.cu_seqlens))  # one walk for all recordings
+        root = self._places or places_of(self.trunk)  # one walk for all recordings
+        own = Prime(self.scratch, self.x, self.offsets.cu_seqlens)
         results: dict[BreakableCapture, Results] = {}
 
         def record(pattern: Pattern, at_end: AtEnd | None = None) -> BreakableCapture:
-            capture = BreakableCapture(pool=pool, stream=stream, name=self.name, root=root, defer_checks=True)
+            capture = BreakableCapture(
+                pool=pool, stream=stream, name=self.name, root=root, defer_checks=True, remedy=self._remedy, own=own
+            )
             results[capture] = self._record(capture, pattern, at_end)
             return capture
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from segue.capture import active_forward, current_forward_ctx, reference_frame
 from segue.capture.isolation import one_capture
 from segue.capture.object_graph import reached
+from segue.capture.places import Places
 from segue.capture.thread_state import state
 from segue.devices import Device, Pool
 from segue.errors import CaptureError
@@ -51,6 +52,7 @@ class BucketRecorder:
         self._most = ladder.max, 0 if request_ladder is None else request_ladder.max
         self.device, self.pool = device, pool
         self.stream = stream if stream is not None else device.default_stream()
+        self._places: Places | None = None
         self.buffers: list[Buffer | None] = [None] * len(binder.leaves)
         self.lock = threading.RLock()  # one call at a time fills the buffers; taken before the pool's turn
 
@@ -98,7 +100,7 @@ class BucketRecorder:
 
     def warm(self, call: Call, stage: Stage, ctx: Any, strategy: Strategy | None = None) -> Layout:
         """Run the reference on the capture stream, so that what libraries keep for each stream exists before the capture."""
-        with _on_capture_stream(self.device, self.pool, self.stream):
+        with _on_capture_stream(self.device, self.pool, self.stream), self.filling_tables():
             return self.reference(call, stage, ctx, strategy)
 
     def record(
@@ -158,10 +160,37 @@ class BucketRecorder:
             ctx=ctx if ctx is not None else state.ctx,
             pool=self.pool,
             stream=self.stream,
-            root=self.fn,
+            root=self.places(ctx),
             name=f"bucket {stage.tokens}{also}",
+            remedy=f"call recapture() on {self.owner}",
             inputs=self._named(stage.static),
         )
+
+    @property
+    def owner(self) -> str:
+        """What has the ``recapture()`` that errors tell the user to call."""
+        return getattr(self.fn, "owner", None) or f"the runner of {self.binder.label}"
+
+    def places(self, ctx: Any) -> Places:
+        """The names that the function reaches: one walk for all buckets, until something that it decides by has changed.
+
+        A function that has ``places`` of its own is taken at its word.
+        """
+        own = getattr(self.fn, "places", None)
+        if isinstance(own, Places):
+            return own
+        if self._places is None or self._places.decisions.changed() is not None:
+            self._places = Places(self.fn, ctx=ctx)
+        return self._places
+
+    @contextmanager
+    def filling_tables(self) -> Iterator[None]:
+        """Let dicts grow that the function fills while it runs in this block, such as tables by length."""
+        decisions = None if self._places is None else self._places.decisions
+        same = decisions is not None and decisions.changed() is None
+        yield
+        if decisions is not None and same:
+            decisions.let_grow()
 
     def _constants(self, call: Call, stage: Stage, padded: Sequence[Tensor | None]) -> FixedShapes | None:
         """What has a fixed shape, if the sizes of the outputs decide which are token-shaped: the inputs without a token or

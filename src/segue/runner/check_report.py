@@ -12,9 +12,9 @@ class Finding:
 
     ``kind``: ``padding`` (real rows depend on padded rows), ``uninitialised`` (real rows depend on memory that nothing
     wrote), ``frozen`` (Python decided a plain value that varies between forwards), ``replay`` (a replay differs from the
-    reference), ``unrepeatable`` (two eager forwards of one call differ), ``refused`` (segue raised an error of its own) or
-    ``error`` (something else was raised). ``where``: the line, ``file.py:12 in forward``. ``text``: what happened, why,
-    and what mends it.
+    reference), ``stale`` (what the graphs were captured from has changed), ``unrepeatable`` (two eager forwards of one call
+    differ), ``refused`` (segue raised an error of its own) or ``error`` (something else was raised). ``where``: the line,
+    ``file.py:12 in forward``; of what has changed, its name. ``text``: what happened, why, and what mends it.
     """
 
     kind: str

@@ -90,6 +90,7 @@ class Precapture:
                 "segue: capturing changed Python attributes, which are not put back: %s",
                 ", ".join(f"{k} ({a!r} to {b!r})" for k, (a, b) in changed.items()),
             )
+        decisions = self.recorder.places(self._context).decisions
         programs = [p.program for r in self.done if (p := self._graphs(r)) is not None]
         summary = CaptureSummary(
             buckets=tuple(dict.fromkeys(r[0] for r in self.done)),
@@ -99,6 +100,8 @@ class Precapture:
             cost=self.buckets.cost(),
             left_out=self.left_out,
             changed=changed,
+            watched=tuple(decisions.paths),
+            unwatched=tuple(decisions.left_out),
         )
         progress.close(summary)
         return summary

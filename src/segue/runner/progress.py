@@ -20,7 +20,8 @@ class CaptureSummary:
 
     ``left_out``: buckets beyond the memory budget, with their predicted cost, and those that don't hold a request-shaped example,
     with that reason. ``changed``: Python attributes that the warm-up or capture changed, as (before, after); they are not put
-    back. ``compile_seconds``: of ``seconds``, those in which layers were compiled.
+    back. ``compile_seconds``: of ``seconds``, those in which layers were compiled. ``watched``: names of what the forward's code
+    decides by, which every replay compares with what was there at capture; ``unwatched``: containers too large for that.
     """
 
     buckets: tuple[int, ...]
@@ -31,6 +32,8 @@ class CaptureSummary:
     left_out: Mapping[int, Cost | str] = field(default_factory=dict)
     changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     compile_seconds: float = 0.0
+    watched: tuple[str, ...] = ()
+    unwatched: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         buckets, segments = _count(len(self.buckets), "bucket"), _count(self.segments, "segment")

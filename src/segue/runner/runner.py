@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Literal
 
@@ -308,7 +309,9 @@ class GraphRunner:
 
     def _eager(self, call: Call, reason: str) -> Any:
         self._counters.fell_back(reason)
-        answer = run_eager(self._binder, call)
+        buckets = self._buckets
+        with nullcontext() if buckets is None or not buckets.graphs else buckets.recorder.filling_tables():
+            answer = run_eager(self._binder, call)
         return Lease(answer, None) if self._lease else answer
 
     def _strategy_for(self, call: Call) -> str:

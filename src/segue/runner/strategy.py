@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from segue.capture import BreakableCapture, active_forward
+from segue.capture.decisions import Change
+from segue.capture.places import Places
 from segue.devices import Pool
 from segue.runner.calls import Call
 
@@ -24,9 +26,10 @@ class Job:
     ``forward``: calls the function on the static inputs, which are filled. ``arrived``: the strategy calls it with what the
     function returned, before the capture ends. It returns a function that the strategy calls when the program has run whole,
     while nothing else can replay in the pool. ``tokens``, ``requests``: the bucket; ``requests`` is -1 without a request axis.
-    ``valid``: the real tokens of this call, and ``ctx`` its context. ``root``: the function whose names are searched for what the
-    graphs read. ``name``: what errors call the capture. ``launched``: the strategy sets it if something had run when the capture
-    failed, which an eager retry would run twice. ``inputs``: the static inputs by name, at the bucket's shape.
+    ``valid``: the real tokens of this call, and ``ctx`` its context. ``root``: the names that the captured function reaches.
+    ``name``: what errors call the capture. ``remedy``: what they tell the user to do about something that has changed since.
+    ``launched``: the strategy sets it if something had run when the capture failed, which an eager retry would run twice.
+    ``inputs``: the static inputs by name, at the bucket's shape.
     """
 
     forward: Forward
@@ -37,8 +40,9 @@ class Job:
     ctx: Any
     pool: Pool
     stream: Any
-    root: Any
+    root: Places
     name: str
+    remedy: str = "capture again"
     launched: bool = False
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -110,6 +114,8 @@ class Breakable:
             name=job.name,
             root=job.root,
             defer_checks=True,
+            remedy=job.remedy,
+            own=dict(job.inputs),
         )
         with torch.inference_mode(), active_forward(job.ctx), capture:
             try:
@@ -125,3 +131,7 @@ class _CapturedProgram:
         self.graphs, self.breaks = capture.graphs, capture.breaks
         self.writes = [e.tensor for e in capture.externals if e.written]
         self.replay, self.close = capture.replay_in_turn, capture.close
+
+    def changed(self) -> Change | None:
+        """What Python decided by at capture and is something else now; None if nothing is."""
+        return self.capture.externals_check.changed()

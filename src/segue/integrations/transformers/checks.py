@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from segue import _source_lines
+from segue.capture.decisions import acting_hooks
 from segue.errors import UsageError
 from segue.integrations.transformers.decoder_forward import ForwardPatch
-from segue.integrations.transformers.module_snapshot import ModuleSnapshot, hooks_on
+from segue.integrations.transformers.training_modes import TrainingModes
 
 # Tested families: a decoder of identical layers, token-wise but for attention, which goes through AttentionInterface.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -57,9 +58,9 @@ def device_of(decoder: nn.Module) -> torch.device:
     return torch.device(devices[0])
 
 
-def refuse_training(snapshot: ModuleSnapshot) -> None:
+def refuse_training(modes: TrainingModes) -> None:
     """Raise UsageError if the decoder, or a module in it that then computes something else, is in training mode."""
-    who = snapshot.training()
+    who = modes.training()
     if who is not None:
         raise _in_training(who)
 
@@ -190,7 +191,7 @@ def check_hooks(model: Any, decoder: Any) -> None:
     for name, module in decoder.named_modules():
         if module is decoder or module is decoder.get_input_embeddings():
             continue
-        for hook in hooks_on(module):
+        for hook in acting_hooks(module):
             raise UsageError(
                 f"{_name(model)}: a forward hook, {_source_lines.of(hook)}, is registered on {name}. Replays run no Python, "
                 "so it would be called while capturing and never again. Remove it, or make what it does a break point."

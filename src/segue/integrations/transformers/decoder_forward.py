@@ -8,8 +8,9 @@ from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from segue.capture.places import Places
 from segue.integrations.transformers.attention import AttentionName
 from segue.integrations.transformers.compiled_layers import CompiledLayers
 
@@ -19,12 +20,13 @@ Serve = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 class Body:
     """``(x [N, D], position_ids [N]) -> hidden states [N, D]``, by the decoder's own forward. This is what is captured.
 
-    That forward sees no mask and no cache: both are in the break, where they are live. ``layers``: run compiled.
+    That forward sees no mask and no cache: both are in the break, where they are live. ``layers``: run compiled. ``places``: the
+    names that the decoder reaches. The decoder itself and its embedding are called live, outside the graphs.
     """
 
     def __init__(
         self,
-        decoder: nn.Module,
+        decoder: Any,
         forward: Callable[..., Any],
         implementation: AttentionName,
         layers: CompiledLayers | None = None,
@@ -33,6 +35,13 @@ class Body:
         self._forward = forward
         self._implementation = implementation
         self._layers = layers
+        self.look()
+
+    def look(self) -> None:
+        """Take what the decoder's code decides by now for what is captured: one walk for all graphs."""
+        outside = self.decoder, self.decoder.get_input_embeddings()
+        # Whether attention is causal is handed to it as a plain value, by code that no walk from the decoder comes to.
+        self.places = Places(self.decoder, outside=outside, also=("is_causal",))
 
     def __call__(self, x: Tensor, position_ids: Tensor) -> Tensor:
         with self._implementation.segue(), nullcontext() if self._layers is None else self._layers.active():

@@ -16,7 +16,7 @@ from torch import Tensor
 from segue import _torch, environment
 from segue.capture.isolation import collected_once
 from segue.capture.thread_state import active_forward, reference_frame
-from segue.errors import UsageError
+from segue.errors import StateChangedError, UsageError
 from segue.integrations.transformers import checks, names, prime_admission, reasons
 from segue.integrations.transformers.attention import NAME, AttentionName, LiveContext, attention_forward
 from segue.integrations.transformers.base_handle import Handle
@@ -24,7 +24,6 @@ from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.decoder_calls import DecoderCall, DecoderCallReader
 from segue.integrations.transformers.decoder_forward import Body, ForwardPatch
 from segue.integrations.transformers.default_buckets import buckets_or_default
-from segue.integrations.transformers.module_snapshot import ModuleSnapshot
 from segue.integrations.transformers.prime_first_token import (
     FirstTokenGraphs,
     ModelAround,
@@ -35,6 +34,7 @@ from segue.integrations.transformers.prime_first_token import (
     is_plain_head,
 )
 from segue.integrations.transformers.prime_trunk import not_causal
+from segue.integrations.transformers.training_modes import TrainingModes
 from segue.prime.prime_strategy import PrimeStrategy
 from segue.runner import Breakable, CapturedForward, Decision, GraphRunner, Input, Job, Ladder
 from segue.runner.memory_budget import mib
@@ -68,7 +68,7 @@ class Accelerated(Handle):
         self._decoder = decoder = checks.decoder_of(model)
         self._device = checks.device_of(decoder)
         self._forward: Callable[..., Any] = decoder.forward
-        self._snapshot = ModuleSnapshot(decoder)
+        self._modes = TrainingModes(decoder)
         self._reader = DecoderCallReader(decoder.config, self._forward)
         self._implementation = AttentionName(m.config for m in decoder.modules() if hasattr(m, "config"))
         self._compiled = CompiledLayers(decoder, on_failure) if compile else None
@@ -139,7 +139,7 @@ class Accelerated(Handle):
                 its modules that no graph would run.
         """
         self._check_usable()
-        if (reason := self._snapshot.reason()) is not None:
+        if (reason := self._changed()) is not None:
             raise UsageError(f"nothing is captured, as no graph would run {reason}. Remove a hook, undo another change.")
         ids = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         with self._one_at_a_time, torch.inference_mode(), collected_once():
@@ -172,13 +172,14 @@ class Accelerated(Handle):
             if self._compiled is not None:
                 self._compiled.wrap()
             self._probe()
+            self._body.look()
+            self._modes = TrainingModes(self._decoder)
             self._runner.recapture()
             if self._first_tokens is not None:
                 self._first_tokens.close()
             self._first_tokens = self._first_token_graphs()
             self._around = ModelAround(self._model, self._decoder, self._patches[0])
             self._strategy.captured.clear()
-            self._snapshot.accept()
 
     def graphs_of(self, tokens: int) -> tuple[int | None, int, int]:
         """The bucket of a forward of ``tokens`` tokens, its segments and its breaks; 0 and 0 before its capture."""
@@ -199,8 +200,13 @@ class Accelerated(Handle):
     def _reference(self) -> Callable[..., Any]:
         return self._runner.reference
 
+    def _changed(self) -> str | None:
+        """Why graphs would not do what the modules do now; None while they would."""
+        change = self._body.places.decisions.changed()
+        return None if change is None else reasons.changed(change, self._decoder)
+
     def _check_usable(self) -> None:
-        checks.refuse_training(self._snapshot)
+        checks.refuse_training(self._modes)
         checks.refuse_moved(self._decoder, self._decoder.get_input_embeddings().weight, self._device)
         if self._restored:
             raise UsageError("this handle was restored: its graphs are gone. Call segue.accelerate(model) again.")
@@ -221,13 +227,17 @@ class Accelerated(Handle):
         checks.refuse_gradients(self._decoder, call.embeds)
         if torch.is_autocast_enabled(self._device.type):
             return self._untouched_forward(reasons.AUTOCAST, args, kwargs)
-        if (changed := self._snapshot.reason()) is not None:
-            return self._untouched_forward(changed, args, kwargs)
         decision = self._runner.admit(call.tokens)
         if decision.bucket is None:
             return self._untouched_forward(decision.reason, args, kwargs)
+        replays = self._here.run is None and decision.bucket in self._strategy.captured
+        if not replays and (changed := self._changed()) is not None:
+            return self._untouched_forward(changed, args, kwargs)
         self._compile()
-        return self._graphed(call, self._here.run, decision)
+        try:
+            return self._graphed(call, self._here.run, decision)
+        except StateChangedError as e:  # found while the first segment ran, which has left nothing
+            return self._untouched_forward(reasons.changed(e.change, self._decoder), args, kwargs)
 
     def _serve_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the whole model: the first token of a fresh prompt by one graph, everything else by the model's own forward,
@@ -253,7 +263,6 @@ class Accelerated(Handle):
         if (
             (torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()))
             or torch.is_autocast_enabled(self._device.type)
-            or self._snapshot.reason() is not None
             or not self._around.unchanged()
             or self._implementation.name != "sdpa"
             or not_causal(self._decoder) is not None
@@ -263,8 +272,13 @@ class Accelerated(Handle):
         if decision.bucket is None:
             return None
         cache = names.new_cache(self._decoder.config) if call.cache is None else call.cache
+        if decision.bucket not in graphs.captured and self._changed() is not None:
+            return None
         self._compile()
-        logits = graphs.run(call.input_ids[0], cache, decision.bucket)
+        try:
+            logits = graphs.run(call.input_ids[0], cache, decision.bucket)
+        except StateChangedError:  # the decoder finds it too
+            return None
         if logits is None:
             return None
         return self._model_output(logits=logits[:, None], **{self._model_cache_name: cache})

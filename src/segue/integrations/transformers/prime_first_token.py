@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from segue import _torch
+from segue.capture.places import Places
 from segue.devices import Device, Pool
 from segue.errors import InputError, ReplayError, UsageError
 from segue.integrations.transformers.decoder_calls import DecoderCall
@@ -17,6 +18,7 @@ from segue.integrations.transformers.prime_admission import are_usual, is_empty
 from segue.integrations.transformers.prime_trunk import ModelTrunk
 from segue.prime import PrimeGraph
 from segue.prime.cuts import Pattern
+from segue.prime.scratch_forward import places_of
 from segue.runner.stats import Counters
 
 log = logging.getLogger("segue")
@@ -35,6 +37,11 @@ class TokenTrunk(ModelTrunk):
     def __init__(self, *args: Any, rows: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._rows, self._largest = rows, None
+
+    @property
+    def outside(self) -> tuple[nn.Module, ...]:
+        """Model and decoder: embedding and head are in the graph."""
+        return self.model, self._decoder
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Ids [n] to [n, 1], as they are."""
@@ -63,9 +70,16 @@ class TokenTrunk(ModelTrunk):
 
 
 class _FirstTokenGraph(PrimeGraph):
+    def __init__(self, trunk: TokenTrunk, places: Places, bucket: int, **options: Any) -> None:
+        self._shared = places
+        super().__init__(trunk, bucket, **options)
+
     @property
     def owner(self) -> str:
         return "handle of segue.accelerate"
+
+    def _places(self) -> Places:
+        return self._shared
 
 
 class FirstTokenGraphs:
@@ -87,6 +101,7 @@ class FirstTokenGraphs:
         self._seen: set[int] = set()
         self._retry, self._failed = retry, set[int]()
         self._cuts: dict[int, Pattern] = {}  # measured, by bucket
+        self._places: Places | None = None  # what the trunk reaches: one walk for all buckets
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -111,19 +126,22 @@ class FirstTokenGraphs:
             if graph is None:
                 return None
             self._counters.served(bucket, ids.shape[0])
-        else:
-            count = self._counters.replays_of("prime", bucket)
-            count.calls += 1
-            count.tokens += ids.shape[0]
-        return graph.run(ids, cache).logits
+            return graph.run(ids, cache).logits
+        logits = graph.run(ids, cache).logits
+        count = self._counters.replays_of("prime", bucket)
+        count.calls += 1
+        count.tokens += ids.shape[0]
+        return logits
 
     def capture(self, bucket: int) -> PrimeGraph | None:
         """Capture a bucket, cut where the nearest measured one is quickest. None if that failed, and others can serve it."""
         if bucket in self._graphs or bucket in self._failed:
             return self._graphs.get(bucket)
         cuts = self._cuts_for(bucket)
+        if self._places is None or self._places.decisions.changed() is not None:
+            self._places = places_of(self._trunk)
         try:
-            graph = _FirstTokenGraph(self._trunk, bucket, cuts=cuts, device=self._device, pool=self._pool)
+            graph = _FirstTokenGraph(self._trunk, self._places, bucket, cuts=cuts, device=self._device, pool=self._pool)
         except Exception as e:
             if not self._retry or isinstance(e, UsageError | InputError | ReplayError) or _torch.device_is_lost(e):
                 raise

@@ -98,8 +98,20 @@ class ModelTrunk:
             raise UsageError(f"{type(model).__name__} has no language-model head, and a prime graph ends in logits")
         AttentionInterface.register(NAME, attention_forward)
 
+    @property
+    def outside(self) -> tuple[torch.nn.Module, ...]:
+        """Modules whose calls no graph holds: whoever listens to them is heard at a replay too."""
+        ends = (self._decoder.get_input_embeddings(), *((self.model.get_output_embeddings(),) if self._accelerated else ()))
+        return (self.model, self._decoder, *ends)
+
     def embed(self, tokens: Tensor) -> Tensor:
-        """Ids [n] to [n, D]."""
+        """Ids [n] to [n, D].
+
+        Raises:
+            UsageError: attention is not causal any more.
+        """
+        if not self._accelerated:  # the handle has looked, before the graph
+            self._check_causal()
         return self._decoder.get_input_embeddings()(tokens)  # type: ignore[no-any-return]
 
     def new_cache(self, rows: int, requests: int = 1) -> Any:
@@ -159,10 +171,8 @@ class ModelTrunk:
         """Memory for ``n`` tokens, kept beside the session until :meth:`set_length`.
 
         Raises:
-            InputError: the session is no cache of this model. UsageError: attention is not causal any more.
+            InputError: the session is no cache of this model.
         """
-        if not self._accelerated:  # the handle has looked, before the graph
-            self._check_causal()
         strange = next(iter({*map(type, session.layers)} - {names.full_cache_layer()}), None)
         if strange is not None or len(session.layers) not in (0, len(self._decoder.layers)):
             what = f"{len(session.layers)} layers" if strange is None else f"layers of type {strange.__name__}"

@@ -5,6 +5,11 @@ The runner's own reasons are in :mod:`segue.runner.admission`; ``SEGUE=off`` is 
 
 from __future__ import annotations
 
+from typing import Any
+
+from segue import _source_lines
+from segue.capture.decisions import Change
+
 # The call.
 ARGUMENTS = "arguments that the model's forward doesn't take"
 INPUTS = "not exactly one of input_ids and inputs_embeds"
@@ -46,6 +51,23 @@ def cache_layers(layer: object) -> str:
     return f"a cache whose layers are {type(layer).__name__}"
 
 
+def changed(change: Change, decoder: Any) -> str:
+    """Something that the decoder's code decides by is another thing than in the graphs."""
+    path = change.path.removeprefix(f"{type(decoder).__qualname__}.")
+    match change.kind:
+        case "global hook":
+            return GLOBAL_HOOK
+        case "hook":
+            return hook(path, _source_lines.of(change.value))
+        case "forward":
+            return other_forward(path)
+        case "module":
+            return other_module(path, change)
+    if path.endswith("config.is_causal"):
+        return other_causality(change.after, change.before)
+    return f"{path}: {change.before} -> {change.after}: {_RECAPTURE}"
+
+
 def hook(module: str, where: str) -> str:
     """A forward hook was registered on ``module``; ``where`` is its name and line."""
     return f"a forward hook on {module}: {where}"
@@ -56,9 +78,9 @@ def other_forward(module: str) -> str:
     return f"another forward on {module}: {_RECAPTURE}"
 
 
-def other_module(path: str) -> str:
+def other_module(path: str, change: Change) -> str:
     """The module at ``path`` was replaced."""
-    return f"another module at {path}: {_RECAPTURE}"
+    return f"another module at {path}: {_RECAPTURE} ({change.before} -> {change.after})"
 
 
 def other_causality(now: object, before: object) -> str:

@@ -1,0 +1,442 @@
+"""What Python decided by when a forward was captured, and whether it still holds.
+
+A graph holds the kernels that were launched. Which ones, Python decided by what it read on the way: submodules and their classes,
+hooks, replaced forwards, plain attributes, globals, closures. A replay doesn't read them again, so they are compared.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from operator import getitem, is_not
+from types import FunctionType, MethodType
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+
+from segue import _source_lines
+from segue.capture.code_names import Names, is_installed, is_library, own_classes
+from segue.capture.compiled import Compiled
+from segue.capture.context_paths import ContextMap, is_plain
+from segue.capture.object_graph import OF_EVERY_MODULE, Place, Visit, is_users
+from segue.errors import StateChangedError
+
+Kind = Literal["module", "forward", "hook", "global hook", "value"]
+
+_EVERYWHERE: tuple[dict[int, Any], ...] = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
+_INERT_HOOKS = {"output_capturing_hook"}  # transformers' recorders, which do nothing unless a call asks for what they record
+_BY_KEYS = (nn.ParameterDict, nn.ParameterList)  # whose parameters no code names one by one
+_CONTAINERS = (dict, list, deque)
+_WHOLE = (*_CONTAINERS, tuple, FunctionType, MethodType, functools.partial, Compiled, ContextVar)  # whose parts no code names
+_MOST_ITEMS = 256  # of a container whose items are compared: a vocabulary decides by its size alone
+_NOTHING: Any = object()
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that Python read at capture and that is something else now.
+
+    ``path``: its name. ``before``, ``after``: as text. ``value``: what is there now; of hooks, the hook. As text it is
+    ``layers.3.mlp.act_fn: ReLU -> Identity``.
+    """
+
+    kind: Kind
+    path: str
+    before: str
+    after: str
+    value: Any = None
+
+    @classmethod
+    def of(cls, kind: Kind, path: str, before: Any, after: Any) -> Change:
+        """The change of what is at ``path`` from one object to another."""
+        old, new = _show(before), _show(after)
+        return cls(kind, path, old, f"another {new}" if old == new else new, after)
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.before} -> {self.after}"
+
+
+class Decisions:
+    """What the code that a function reaches may decide by. A call compares it: some 20 us for 28 layers.
+
+    Compared is what has a name in that code, for what no code names none reads. Tensors are not: a look at their addresses is
+    what :class:`~segue.capture.externals.Externals` is for. What only breaks read is live.
+
+    Args:
+        visits: what a walk from the function came to. ``names``: those in the code that it met.
+        outside: modules that run outside the graphs, whose hooks, forwards and slots are live.
+        ctx: the live context. Whoever holds it, or something in it, holds another one at the next call.
+    """
+
+    def __init__(
+        self, visits: Iterable[Visit], names: Names, outside: Iterable[nn.Module] = (), ctx: Any = None
+    ) -> None:
+        self._contexts = ContextMap(ctx)
+        self._names, self._called = names.all, names.called
+        self._outside = {id(m): m for m in outside}
+        self._entries, self._attributes, self._growing = _Entries(), _Attributes(), _Growing(self._names)
+        self._tables, self._hooks, self._classes = _Tables(), _Hooks(), _Classes()
+        self._kinds = (self._classes, self._tables, self._hooks, self._growing, self._entries, self._attributes)
+        self._large: dict[str, None] = {}
+        self._take(list(visits))
+        del self._contexts  # no call's context outlives it here
+        for kind in self._kinds:
+            kind.accept()
+
+    def changed(self) -> Change | None:
+        """What is something else than at capture; None if nothing is. What was put back again is no change."""
+        for kind in self._kinds:
+            if not kind.same() and (change := next(kind.changes(), None)) is not None:
+                return change
+        return None
+
+    def check(self, remedy: str) -> None:
+        """Raise StateChangedError if something changed. ``remedy``: what the user can do beside undoing it."""
+        if (change := self.changed()) is not None:
+            what = "replaced" if change.kind in ("module", "forward") or isinstance(change.value, _CONTAINERS) else "changed"
+            raise StateChangedError(
+                f"{change}. {change.path} was {what} since the capture; the graph would go on with what was there then. Undo "
+                f"the change, or {remedy}.",
+                change,
+            )
+
+    def settle(self) -> None:
+        """Leave out what a captured forward changed itself, after it has run: what its breaks keep for themselves is live."""
+        for kind in self._kinds:
+            if not kind.same():
+                kind.drop()
+
+    def let_grow(self) -> None:
+        """Take in what dicts have got since, after a forward that filled them itself, with tables by length for example."""
+        self._growing.accept()
+
+    @property
+    def paths(self) -> list[str]:
+        """The names of what is compared."""
+        return [path for kind in self._kinds for path in kind.paths()]
+
+    @property
+    def left_out(self) -> list[str]:
+        """The names of containers with so many items that only their number is compared."""
+        return [*self._large]
+
+    def _take(self, visits: list[Visit]) -> None:
+        # Whoever is named, by id, with whether it is the user's or a module's: containers of other packages are registries, which
+        # grow for everybody.
+        named = dict.fromkeys([*self._called, *(id(v.obj) for v in visits[:1])], True)
+        classes: dict[type, None] = {}
+        for obj, path, held, live in visits:
+            is_module, is_class = isinstance(obj, nn.Module), isinstance(obj, type)
+            if live or not (is_module or is_class or id(obj) in named):
+                continue
+            if not (is_module or is_class or isinstance(obj, _WHOLE) or is_users(obj)):
+                continue  # an object of Python's, torch's or segue's own
+            cls = obj if is_class else type(obj)
+            classes.update(dict.fromkeys(own_classes(cls)))
+            if isinstance(obj, (*_CONTAINERS, tuple)):
+                own = named[id(obj)]
+            else:
+                own = is_module or not is_installed(obj.__module__ if isinstance(obj, FunctionType) else cls.__module__)
+            aliases = getattr(cls, "attribute_map", None)  # a config's other names for its attributes
+            mapped = {to for name, to in aliases.items() if name in self._names} if isinstance(aliases, dict) else set()
+            if len(held) > _MOST_ITEMS and isinstance(obj, _CONTAINERS):
+                self._large[path] = None
+            for place, value in held if path not in self._large else ():
+                by_name = isinstance(obj, _WHOLE) or place.key in self._names or place.key in mapped
+                if (by_name or isinstance(value, nn.Module)) and self._contexts.find(value) is None:
+                    named.setdefault(id(value), own)
+                    if not is_class and not (is_module and not _is_attribute(obj, place)):
+                        self._compare(place, value)
+            if own or not isinstance(obj, _CONTAINERS):
+                self._take_sizes(obj, path, mapped)
+        for found in classes:
+            self._take_class(found)
+
+    def _compare(self, place: Place, value: Any) -> None:
+        if not isinstance(value, Tensor) and not isinstance(place.holder, tuple) and place.key != "__wrapped__":
+            (self._entries if place.subscript else self._attributes).add(place.holder, place.key, value, place.name)
+
+    def _take_sizes(self, obj: Any, path: str, mapped: set[str]) -> None:
+        if isinstance(obj, nn.Module):
+            self._take_module(obj, path)
+        elif isinstance(obj, _CONTAINERS):
+            self._growing.add(obj, path, None)
+        elif not isinstance(obj, (type, *_WHOLE)) and is_users(obj) and isinstance(own := getattr(obj, "__dict__", None), dict):
+            self._growing.add(own, path, mapped)
+
+    def _take_module(self, module: nn.Module, path: str) -> None:
+        inside = {name: child for name, child in module._modules.items() if id(child) not in self._outside}
+        if inside:
+            self._tables.add(module._modules, path, inside)
+        for table in (module._parameters, module._buffers):
+            for name in self._names & {name for name, t in table.items() if t is None}:
+                self._entries.add(table, name, None, f"{path}.{name}")
+        if isinstance(module, _BY_KEYS):
+            self._growing.add(module._parameters, path, None)
+        if id(module) not in self._outside:
+            self._classes.add(module, path)
+            self._growing.add(vars(module), path, {"forward"})
+            self._hooks.add(module._forward_hooks, path)
+            self._hooks.add(module._forward_pre_hooks, path)
+            if (forward := vars(module).get("forward")) is not None:
+                self._entries.add(vars(module), "forward", forward, f"{path}.forward")
+
+    def _take_class(self, cls: type) -> None:
+        library = is_library(cls.__module__)
+        for name in ({"forward"} if library else {*self._names, "forward"}) & vars(cls).keys():
+            if not isinstance(value := vars(cls)[name], Tensor):
+                self._entries.add(vars(cls), name, value, f"{cls.__qualname__}.{name}")
+
+
+class _Entries:
+    """Entries of dicts and lists, compared by identity: numbers, functions, objects, None."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, Any], tuple[Any, Any, Any, str]] = {}
+
+    def add(self, holder: Any, key: Any, value: Any, path: str) -> None:
+        self._found.setdefault((id(holder), key), (holder, key, value, path))
+
+    def accept(self) -> None:
+        self._holders, self._keys, self._values, _ = ([e[i] for e in self._found.values()] for i in range(4))
+
+    def same(self) -> bool:
+        try:
+            return not any(map(is_not, map(self._get, self._holders, self._keys), self._values))
+        except (KeyError, IndexError, AttributeError, ValueError):
+            return False
+
+    def changes(self) -> Iterator[Change]:
+        for where, (holder, key, value, path) in list(self._found.items()):
+            now = self._now(holder, key)
+            if now is value:
+                continue
+            if not _equal(now, value):
+                yield Change.of("forward" if key == "forward" else "value", path.removesuffix(".forward"), value, now)
+            elif not isinstance(now, _CONTAINERS):  # of a container, the items of the old one are compared
+                self._found[where] = holder, key, now, path
+        self.accept()
+
+    def drop(self) -> None:
+        self._found = {where: e for where, e in self._found.items() if _equal(self._now(e[0], e[1]), e[2])}
+        self.accept()
+
+    def paths(self) -> list[str]:
+        return [path for *_, path in self._found.values()]
+
+    def _now(self, holder: Any, key: Any) -> Any:
+        try:
+            return self._get(holder, key)
+        except (KeyError, IndexError, AttributeError, ValueError):
+            pass
+        # A module keeps tensors and submodules beside its attributes: where None becomes one of these, it moves there.
+        tables = [holder.get(name) for name in ("_modules", "_parameters", "_buffers")] if isinstance(holder, dict) else []
+        return next((table[key] for table in tables if isinstance(table, dict) and key in table), _NOTHING)
+
+    _get: Callable[[Any, Any], Any] = staticmethod(getitem)
+
+
+class _Attributes(_Entries):
+    """The same for closure cells, slots and context variables."""
+
+    _get: Callable[[Any, Any], Any] = staticmethod(getattr)
+
+
+class _Growing:
+    """Dicts and lists that may get new entries: those of objects by attributes, those of containers by keys."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
+        self._found: dict[int, tuple[Any, str, set[str] | None]] = {}
+
+    def add(self, holder: Any, path: str, also: set[str] | None) -> None:
+        """``also``: names that count beside those in the code, for the dict of an object; None for a container."""
+        self._found.setdefault(id(holder), (holder, path, also))
+
+    def accept(self) -> None:
+        self._sized = [holder for holder, _, _ in self._found.values()]
+        self._sizes = list(map(len, self._sized))
+        self._keys = [set(h) if isinstance(h, dict) else set() for h in self._sized]
+
+    def same(self) -> bool:
+        return list(map(len, self._sized)) == self._sizes
+
+    def changes(self) -> Iterator[Change]:
+        for (holder, path, also), size, keys in zip(self._found.values(), self._sizes, self._keys, strict=True):
+            if len(holder) == size:
+                continue
+            if not isinstance(holder, dict):
+                yield Change("value", path, f"{size} items", f"{len(holder)} items", holder)
+            for key in holder if isinstance(holder, dict) else ():
+                if key in keys:
+                    continue
+                if key == "forward" and also is not None:
+                    yield Change.of("forward", path, _NOTHING, holder[key])
+                elif also is not None and (key in self._names or key in also) and key not in OF_EVERY_MODULE:
+                    yield Change.of("value", f"{path}.{key}", _NOTHING, holder[key])
+                # Tables by length grow with each length that was not seen before; what has a name is another thing.
+                elif also is None and all(isinstance(k, str) for k in holder):
+                    yield Change.of("value", f"{path}[{key!r}]", _NOTHING, holder[key])
+        self.accept()
+
+    def drop(self) -> None:
+        keep = zip(list(self._found.items()), self._sizes, strict=True)
+        self._found = {i: e for (i, e), size in keep if e[2] is not None or isinstance(e[0], dict) or len(e[0]) == size}
+        self.accept()
+
+    def paths(self) -> list[str]:
+        return [path for _, path, also in self._found.values() if also is None]
+
+
+class _Tables:
+    """The submodules of modules, compared by identity."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[dict[str, Any], str, dict[str, Any], set[str]]] = []
+
+    def add(self, table: dict[str, Any], path: str, inside: dict[str, Any]) -> None:
+        """``inside``: the submodules that are compared."""
+        self._found.append((table, path, inside, set(table)))
+
+    def accept(self) -> None:
+        # Dicts are compared in one pass, which asks objects that differ for __eq__. Modules have none of their own, mostly.
+        self._live = [table for table, _, _, _ in self._found]
+        self._then = [dict(table) for table in self._live]
+        plain: Any = object.__eq__
+        self._quick = all(type(m).__eq__ is plain for t in self._live for m in t.values() if m is not None)
+
+    def same(self) -> bool:
+        return self._quick and self._live == self._then
+
+    def changes(self) -> Iterator[Change]:
+        for table, path, inside, names in self._found:
+            for name, then in inside.items():
+                if (now := table.get(name, _NOTHING)) is not then:
+                    yield Change.of("module", f"{path}.{name}", then, now)
+            for name in table.keys() - names:
+                yield Change.of("module", f"{path}.{name}", _NOTHING, table[name])
+        self.accept()
+
+    def drop(self) -> None:
+        kept = [(t, p, {n: m for n, m in inside.items() if t.get(n) is m}) for t, p, inside, _ in self._found]
+        self._found = [(*found, set(found[0])) for found in kept]
+        self.accept()
+
+    def paths(self) -> list[str]:
+        return [f"{path}.{name}" for _, path, inside, _ in self._found for name in inside]
+
+
+class _Hooks:
+    """Forward hooks on modules, and on all of them. What they do is in the graph if they were there at capture, and only then."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[dict[int, Any], str, list[Any]]] = []
+        for hooks in _EVERYWHERE:
+            self.add(hooks, "torch.nn.Module")
+
+    def add(self, hooks: dict[int, Any], path: str) -> None:
+        self._found.append((hooks, path, _acting(hooks)))
+
+    def accept(self) -> None:
+        self._none = [hooks for hooks, _, _ in self._found if not hooks]
+        self._some = [hooks for hooks, _, _ in self._found if hooks]
+        self._then = [list(hooks.values()) for hooks in self._some]
+
+    def same(self) -> bool:
+        return not any(self._none) and [list(hooks.values()) for hooks in self._some] == self._then
+
+    def changes(self) -> Iterator[Change]:
+        for hooks, path, then in self._found:
+            kind: Kind = "global hook" if any(hooks is h for h in _EVERYWHERE) else "hook"
+            now = _acting(hooks)
+            for hook in now:
+                if not any(hook is h for h in then):
+                    yield Change(kind, path, "no hook", f"a forward hook, {_source_lines.of(hook)}", hook)
+            for hook in then:
+                if not any(hook is h for h in now):
+                    yield Change(kind, path, f"a forward hook, {_source_lines.of(hook)}", "no hook", hook)
+        self.accept()
+
+    def drop(self) -> None:
+        self._found = [(hooks, path, _acting(hooks)) for hooks, path, _ in self._found]
+        self.accept()
+
+    def paths(self) -> list[str]:
+        return []
+
+
+class _Classes:
+    """The classes of modules: a module may be given another."""
+
+    def __init__(self) -> None:
+        self._objects: list[Any] = []
+        self._then: list[type] = []
+        self._paths: list[str] = []
+
+    def add(self, obj: Any, path: str) -> None:
+        self._objects.append(obj)
+        self._then.append(type(obj))
+        self._paths.append(path)
+
+    def accept(self) -> None:
+        """There is nothing to work out."""
+
+    def same(self) -> bool:
+        return list(map(type, self._objects)) == self._then
+
+    def changes(self) -> Iterator[Change]:
+        for obj, then, path in zip(self._objects, self._then, self._paths, strict=True):
+            if type(obj) is not then:
+                yield Change("module", path, then.__qualname__, type(obj).__qualname__, obj)
+
+    def drop(self) -> None:
+        self._then = list(map(type, self._objects))
+
+    def paths(self) -> list[str]:
+        return []
+
+
+def _is_attribute(module: Any, place: Place) -> bool:
+    """Whether a module holds something as an attribute of its owner's, and not as a parameter, a submodule or torch's own."""
+    return place.holder is vars(module) and place.key not in OF_EVERY_MODULE and place.key != "forward"
+
+
+def acting_hooks(module: nn.Module) -> list[Any]:
+    """Forward hooks and pre-hooks on ``module``, without recorders that do nothing unless a call asks for it."""
+    return [*_acting(module._forward_hooks), *_acting(module._forward_pre_hooks)]
+
+
+def _acting(hooks: dict[int, Any]) -> list[Any]:
+    return [hook for hook in hooks.values() if getattr(hook, "__name__", "") not in _INERT_HOOKS]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two values decide alike. A number of another type doesn't: it promotes dtypes otherwise."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, tuple | list | deque):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return (is_plain(a) or isinstance(a, set | frozenset)) and bool(a == b or (a != a and b != b))
+
+
+def _show(value: Any) -> str:
+    if value is _NOTHING:
+        return "nothing"
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    if isinstance(value, nn.Module):
+        return type(value).__qualname__
+    if callable(value) and not isinstance(value, type):
+        return _source_lines.of(value)
+    if isinstance(value, type):
+        return value.__qualname__
+    text = repr(value) if is_plain(value) or isinstance(value, list | tuple | dict) else f"a {type(value).__qualname__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
