@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,16 +25,28 @@ def _halved(module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]
     return (args[0] / 2,)
 
 
-def _patch(mlp: Any) -> None:
+def _patch(mlp: Any, layer: Any) -> None:
     own = mlp.forward
     mlp.forward = lambda x: own(x) * 2
 
 
-CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "hook": (lambda mlp: mlp.register_forward_hook(_doubled), "a forward hook on layers.1.mlp: _doubled"),
-    "hook before": (lambda mlp: mlp.up_proj.register_forward_pre_hook(_halved), "layers.1.mlp.up_proj: _halved"),
+def _epsilon(mlp: Any, layer: Any) -> None:
+    layer.post_attention_layernorm.variance_epsilon = 0.5
+
+
+def _bias(mlp: Any, layer: Any) -> None:
+    mlp.up_proj.bias = nn.Parameter(torch.ones_like(mlp.up_proj.weight[:, 0]), requires_grad=False)
+
+
+CHANGES: dict[str, tuple[Callable[..., Any], str]] = {
+    "hook": (lambda mlp, layer: mlp.register_forward_hook(_doubled), "a forward hook on layers.1.mlp: _doubled"),
+    "hook before": (lambda mlp, layer: mlp.up_proj.register_forward_pre_hook(_halved), "layers.1.mlp.up_proj: _halved"),
     "forward": (_patch, "another forward on layers.1.mlp: recapture() takes it in"),
-    "module": (lambda mlp: setattr(mlp, "act_fn", nn.ReLU().eval()), "another module at layers.1.mlp.act_fn: recapture()"),
+    "epsilon": (_epsilon, "layers.1.post_attention_layernorm.variance_epsilon: "),
+    "scaling": (lambda mlp, layer: setattr(layer.self_attn, "scaling", 3.0), "layers.1.self_attn.scaling: "),
+    "class": (lambda mlp, layer: setattr(mlp.act_fn, "__class__", nn.Tanh), "another module at layers.1.mlp.act_fn"),
+    "bias": (_bias, "layers.1.mlp.up_proj.bias: None -> a tensor"),
+    "module": (lambda mlp, layer: setattr(mlp, "act_fn", nn.ReLU().eval()), "another module at layers.1.mlp.act_fn: recapture()"),
 }
 
 
@@ -47,7 +60,7 @@ def test_a_change_after_capture_counts_at_once_and_is_counted(
     change, reason = CHANGES[what]
     with torch.inference_mode():
         before = [model(prompt).logits for _ in range(4)][-1]
-        change(model.model.layers[1].mlp)
+        change(model.model.layers[1].mlp, model.model.layers[1])
         got = model(prompt).logits
         with handle.untouched():
             want = model(prompt).logits
@@ -56,14 +69,14 @@ def test_a_change_after_capture_counts_at_once_and_is_counted(
     assert reason in found and count == 1 and reason in handle.report()
 
 
-@pytest.mark.parametrize("what", ["forward", "module"])
+@pytest.mark.parametrize("what", ["forward", "module", "epsilon", "scaling", "class", "bias"])
 def test_recapture_takes_the_change_in(what: str, make: Make, graphed: Make, ids: Make) -> None:
     model, prompt = make(), ids(1, 6)
     handle = graphed(model)
     with torch.inference_mode():
         for _ in range(4):
             model(prompt)
-        CHANGES[what][0](model.model.layers[1].mlp)
+        CHANGES[what][0](model.model.layers[1].mlp, model.model.layers[1])
         handle.recapture()
         replayed = handle.stats.replayed
         for _ in range(4):
@@ -71,6 +84,52 @@ def test_recapture_takes_the_change_in(what: str, make: Make, graphed: Make, ids
             with handle.untouched():
                 torch.testing.assert_close(got, model(prompt).logits, rtol=1e-5, atol=1e-5)
     assert handle.stats.eager == 0 and handle.stats.replayed == replayed + 2
+
+
+@pytest.mark.parametrize("what", ["layers", "rope", "method"])
+def test_a_config_a_helper_and_a_class_count_too(
+    what: str, make: Make, graphed: Make, ids: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = make(), ids(1, 6)
+    modeling = sys.modules[type(model).__module__]
+    handle = graphed(model)
+    with torch.inference_mode():
+        for _ in range(4):
+            before = model(prompt).logits
+        replayed = handle.stats.replayed
+        if what == "layers":
+            monkeypatch.setattr(model.config, "num_hidden_layers", 2)
+        elif what == "rope":
+            monkeypatch.setattr(modeling, "apply_rotary_pos_emb", lambda q, k, *_, **__: (q, k))
+        else:
+            own = modeling.LlamaMLP.forward
+            monkeypatch.setattr(modeling.LlamaMLP, "forward", lambda self, x: own(self, x) * 2)
+        for use_cache in (True, False):
+            got = model(prompt, use_cache=use_cache).logits
+            with handle.untouched():
+                assert torch.equal(got, model(prompt, use_cache=use_cache).logits)
+            assert not torch.allclose(got, before)
+        monkeypatch.undo()
+        assert torch.equal(model(prompt).logits, before)
+    assert handle.stats.eager == 2 and handle.stats.replayed == replayed + 1
+
+
+def test_what_decides_nothing_in_the_decoder_changes_nothing(make: Make, graphed: Make, ids: Make) -> None:
+    from transformers import AttentionInterface
+
+    model, prompt = make(), ids(1, 6)
+    handle = graphed(model)
+    with torch.inference_mode():
+        for _ in range(4):
+            before = model(prompt).logits
+        replayed = handle.stats.replayed
+        model.config.temperature, model.config.use_cache = 0.5, True
+        model.generation_config.max_new_tokens = 3
+        model.model.layers[0].remark = "hello"
+        AttentionInterface.register("of somebody else", lambda *_, **__: None)
+        model.lm_head.weight.mul_(1.0)
+        assert torch.equal(model(prompt).logits, before)
+    assert handle.stats.eager == 0 and handle.stats.replayed == replayed + 1
 
 
 def test_a_hook_that_is_gone_again_leaves_the_graphs_in_use(make: Make, graphed: Make, ids: Make) -> None:

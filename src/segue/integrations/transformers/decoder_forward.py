@@ -24,6 +24,8 @@ class Body:
     names that the decoder reaches. The decoder itself and its embedding are called live, outside the graphs.
     """
 
+    owner = "the handle of segue.accelerate"  # whose recapture() errors name
+
     def __init__(
         self,
         decoder: Any,
