@@ -233,3 +233,15 @@ def test_looking_at_the_modules_of_28_layers_costs_no_more_than_submitting_a_ker
     assert changed() is None and modes.training() is None
     for look, most in ((changed, 300e-6), (modes.training, 50e-6)):  # 30 and 3 on a quick host; the bounds are for a busy one
         assert min(timeit.repeat(look, number=100, repeat=20)) / 100 < most
+
+
+def test_a_walk_from_an_accelerated_model_doesnt_enter_what_serves_it(make: Make, graphed: Make, ids: Make) -> None:
+    from segue.capture.object_graph import visits
+
+    model = make()
+    own = len(list(visits(model)))
+    graphed(model)
+    with torch.inference_mode():
+        for _ in range(3):
+            model(ids(1, 6))
+    assert len(list(visits(model))) < own + 20

@@ -228,9 +228,11 @@ def _content(cell: CellType) -> Any:
 
 def _is_library(value: Any) -> bool:
     """Whether ``value`` is a Python module, a builtin, or a function or class of torch or Python. These hold nothing of the
-    user's. Nor do loggers and locks.
+    user's. Nor do loggers and locks, nor objects of torch's and segue's own, which hold no end of things.
     """
     if isinstance(value, ModuleType | BuiltinFunctionType) or type(value).__module__ in _NO_STATE:
+        return True
+    if _is_of(type(value), ("torch", "segue")) and not isinstance(value, Compiled | dict | list | tuple):
         return True
     return isinstance(value, type | FunctionType) and is_library(value.__module__)
 
