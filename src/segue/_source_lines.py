@@ -63,6 +63,11 @@ def raised(error: BaseException) -> str:
     return found
 
 
+def line(code: CodeType, number: int | None) -> str:
+    """``file.py:12 in forward`` of a line of a function's code."""
+    return f"{_short(code.co_filename)}:{number} in {code.co_name}"
+
+
 def of(fn: Any) -> str:
     """``name (file.py:12)`` of a function, method, partial or callable object; the name alone if it has no Python code."""
     inner = getattr(fn, "func", fn)

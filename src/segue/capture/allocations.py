@@ -1,15 +1,33 @@
-"""Which memory a forward made itself. The reference needs this; in a capture the graph pool knows."""
+"""Which memory a forward made itself, and what of it from its inputs. The reference needs the first; in a capture the graph pool
+knows. Captures need the second: a tensor that an earlier run made from its input is stale in a graph."""
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from segue import _torch
+from segue import _source_lines, _torch
+
+Storages = dict[int, tuple[weakref.ref[Any], str]]  # by address, with the line that made each
+_kept: Storages = {}  # what earlier forwards have made from their inputs and somebody still holds
+
+
+def made_from_input(t: Tensor) -> str | None:
+    """The line of an earlier reference that made ``t``'s memory from an input of its own; None if none did.
+
+    What a graph reads there is that call's, where eager would make it anew.
+    """
+    return _line(_kept, _torch.address(t))
+
+
+def _line(storages: Storages, address: int) -> str | None:
+    storage, line = storages.get(address, (None, ""))
+    return line if storage is not None and storage() is not None else None
 
 
 class Allocations(_torch.WatchingMode):
@@ -17,13 +35,35 @@ class Allocations(_torch.WatchingMode):
     there.
 
     Memory counts as made for as long as it lives. Afterwards a break may allocate something else at its address.
+
+    Args:
+        inputs: of the forward. What is computed from their values, or from a break's results, is known as such. Shapes and dtypes
+            are no values: ``zeros_like(x)`` comes from no input.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._storages: dict[int, weakref.ref[Any]] = {}  # by address
         self._written: set[int] = set()  # addresses
+        self.used: set[int] = set()  # addresses of what ops used and this forward didn't make
+        self.outside: list[Tensor] = []  # what of that they wrote
+        self._from_inputs: Storages = {}
         self._on = True
+        for t in inputs:
+            self.comes_from_input(t, "an input of that run")
+
+    def comes_from_input(self, t: Tensor, line: str) -> None:
+        """Note that ``t``'s memory holds what depends on an input."""
+        if address := _torch.address(t):
+            self._from_inputs[address] = weakref.ref(t.untyped_storage()), line
+
+    def keep(self, but: Iterable[Tensor] = ()) -> None:
+        """Remember for later captures what this forward has made from inputs and somebody holds. ``but``: fixed memory, which
+        every later run fills anew."""
+        for address in [a for a in _kept if _line(_kept, a) is None]:
+            del _kept[address]
+        fixed = {_torch.address(t) for t in but}
+        _kept.update((a, s) for a, s in self._from_inputs.items() if a not in fixed and s[0]() is not None)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -57,14 +97,30 @@ class Allocations(_torch.WatchingMode):
         if not self._on:
             return result
         writes = _torch.written_arguments(func)
-        if writes[0]:
-            self._written.update(map(_torch.address, _torch.tensors(_torch.written(writes, args, kwargs), {})))
+        given = {_torch.address(t) for t in _torch.tensors(args, kwargs)}
+        self.used.update(a for a in given if not self._lives(a))
+        written = _torch.tensors(_torch.written(writes, args, kwargs), {}) if writes[0] else []
+        self._written.update(map(_torch.address, written))
+        self.outside += [t.detach() for t in written if not self.has(t)]
         made = [(a, t) for t in _torch.tensors((result,), {}) if (a := _torch.address(t)) and not self._lives(a)]
-        if made:
-            given = {_torch.address(t) for t in _torch.tensors(args, kwargs)}
-            self._storages.update((a, weakref.ref(t.untyped_storage())) for a, t in made if a not in given)
+        made = [(a, t) for a, t in made if a not in given]
+        self._storages.update((a, weakref.ref(t.untyped_storage())) for a, t in made)
+        if any(self._depends(a) for a in given) and not _reads_no_values(func):
+            line = _source_lines.caller()
+            for t in [*(t for _, t in made), *(t for t in written if self.has(t))]:
+                self.comes_from_input(t, line)
         return result
+
+    def _depends(self, address: int) -> bool:
+        return _line(self._from_inputs, address) is not None or _line(_kept, address) is not None
 
     def _lives(self, address: int) -> bool:
         storage = self._storages.get(address)
         return storage is not None and storage() is not None
+
+
+@functools.cache
+def _reads_no_values(func: Any) -> bool:
+    """Whether an op takes shape, dtype and device of a tensor, and not what it holds."""
+    name = str(getattr(getattr(func, "_schema", None), "name", "")).rpartition("::")[2]
+    return name.endswith("_like") or name.startswith("new_")

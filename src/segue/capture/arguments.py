@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from segue.capture.allocations import made_from_input
 from segue.capture.context_paths import ContextMap, Path, getter, is_plain, show
 from segue.capture.nested import around, parts_of
 from segue.capture.op_watch import OpWatch
@@ -110,9 +111,15 @@ class BoundArguments:
         if self._op_watch.pool.owns(t):
             self._op_watch.prove(t, f"the argument {name!r} of a break")
             return weak_ref_tensor(t)
-        for path in self._map.find_memory(t):
+        paths = self._map.find_memory(t)
+        for path in paths:
             get = getter(path)
             self.context_tensors[show(path)] = get, get(state.ctx)
+        if not paths and (line := made_from_input(t)) is not None:
+            raise CaptureError(
+                f"{self._where}: argument {name!r} was made from an input by an earlier run of the forward ({line}) and kept. "
+                "Every replay would pass that call's tensor. Make it anew in each forward, or inside the break."
+            )
         return t
 
     def _container(self, name: str, value: Any) -> tuple[bool, Any]:

@@ -139,7 +139,13 @@ class BreakSpec:
         return args[at]
 
     def _reference(self, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
-        return Break(self, args, kwargs, into, watch=None, where=f"break {self.label} in the reference").first_run()
+        rehearsal = state.rehearsal
+        if rehearsal is not None and rehearsal.under_way:
+            return rehearsal.stand_in([*args, *kwargs.values()], self.destination(args, kwargs, into))
+        result = Break(self, args, kwargs, into, watch=None, where=f"break {self.label} in the reference").first_run()
+        if rehearsal is not None:
+            rehearsal.note(result, self.token_dim)
+        return result
 
 
 class Break:
@@ -419,7 +425,10 @@ def _allocate_outside_pool(arguments: list[Any], result: Any) -> Allocate:
 
     def allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):  # as in a capture: code compiled for inference tensors would compile anew for others
-            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+            t = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        if state.made is not None:
+            state.made.comes_from_input(t, "a break's result")
+        return t
 
     return allocate
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, cast
@@ -15,6 +15,7 @@ from segue import _source_lines, devices
 from segue.capture.break_points import Break, BreakSpec
 from segue.capture.externals import External, Externals
 from segue.capture.isolation import forget_casts, no_garbage_collection, one_capture, tuned_kernel, uninterrupted
+from segue.capture.leftovers import Leftovers
 from segue.capture.op_watch import OpWatch
 from segue.capture.places import Places, tensors_held
 from segue.capture.program import Program, Step, row_count
@@ -82,6 +83,7 @@ class BreakableCapture:
         self._own = {} if own is None else tensors_held(own, "inputs" if isinstance(own, Mapping) else type(own).__qualname__)
         self._places: Places | None = None  # made when the capture begins, as the forward may change what it decides by
         self._op_watch = OpWatch(self.pool, self.name, self._own)
+        self._leftovers: Leftovers | None = None
         self._at_end: list[Callable[[], object]] = []
         self._recording: Recording | None = None
         self._program: Program | None = None
@@ -123,6 +125,14 @@ class BreakableCapture:
         Empty after :meth:`close`, or when the capture failed.
         """
         return tuple(self._steps)
+
+    def handoffs(self) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
+        """Name, shape and token dimension of each tensor that a break hands on; the dimension is None where its rows aren't
+        tokens."""
+        for step in self._steps:
+            if isinstance(step, Break):
+                for handoff in step.handoffs:
+                    yield f"break {step.spec.label}: {handoff.path}", tuple(handoff.buffer.shape), handoff.dim
 
     @property
     def externals_check(self) -> Externals:
@@ -172,6 +182,8 @@ class BreakableCapture:
             self._status = "recording"
             try:
                 self._op_watch.begin()
+                if self._root is not None:
+                    self._leftovers = Leftovers(self._places.root, state.ctx, self._places.name)
                 self._begin_segment()
             except BaseException as e:
                 self._abandon()
@@ -189,11 +201,14 @@ class BreakableCapture:
             if first is None:
                 externals = self._prove()
                 self._launch()  # a segment's first launch decides how it is launched from then on, so before the program is made
+                if self._leftovers is not None:
+                    self._leftovers.check(self.name)
                 self._program = Program(self._steps, externals, self.pool, self.rows, self.name)
                 for fn in self._at_end:
                     fn()
         except BaseException as e:
             first = e
+        self._leftovers = None
         try:
             with uninterrupted():
                 self._abandon()
@@ -265,7 +280,11 @@ class BreakableCapture:
             self._end_segment()
             state.phase = "break"
             step = Break(spec, args, kwargs, into, watch=self._op_watch, where=where)
+            if self._leftovers is not None:
+                self._leftovers.before_break(getattr(spec.fn, "__code__", None), where)
             result = step.first_run()
+            if self._leftovers is not None:
+                self._leftovers.after_break()
             self._steps.append(step)
             self._begin_segment()
         except BaseException as e:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 LIBRARIES = {"torch", "segue", *sys.stdlib_module_names}
 _BREAK = "_segue_break"
 _BY_TEXT = {"getattr", "hasattr", "attrgetter"}  # who reads an attribute by a name that is a constant
@@ -32,8 +33,8 @@ def is_break(fn: FunctionType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def globals_of(code: CodeType) -> tuple[str, ...]:
-    """Names of the globals that a function and the functions inside it read."""
-    names = [i.argval for c in _all(code) for i in dis.get_instructions(c) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    """Names of the globals that a function and the functions inside it use."""
+    names = [i.argval for c in _all(code) for i in dis.get_instructions(c) if i.opname in _GLOBAL]
     return tuple(dict.fromkeys(names))
 
 

@@ -7,7 +7,7 @@ memory (``p.data = ...``, a new ``Parameter``) or a cache is replaced, the graph
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import getitem
 from types import MappingProxyType
 from typing import Any
@@ -15,12 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from segue import _torch
+from segue.capture.allocations import made_from_input
 from segue.capture.context_paths import ContextMap, getter, show
 from segue.capture.decisions import Change
 from segue.capture.object_graph import Place
 from segue.capture.places import Places
 from segue.capture.thread_state import state
-from segue.errors import ReplayError
+from segue.errors import CaptureError, ReplayError
 
 _data_ptr = Tensor.data_ptr
 
@@ -31,7 +32,7 @@ class External:
 
     ``tensor``: a detached alias, which stays on the captured memory. ``seen``: the object that was used, which may be given
     other memory later. ``op`` and ``where``: the first op that used it and its line, in segment number ``segment``, counted from
-    0. ``written``: whether an op of a segment writes it.
+    0. ``written``: whether an op of a segment writes it. ``parts``: the views that are written.
     """
 
     tensor: Tensor
@@ -40,6 +41,7 @@ class External:
     where: str
     segment: int = 0
     written: bool = False
+    parts: list[Tensor] = field(default_factory=list)
 
 
 class Externals:
@@ -79,6 +81,7 @@ class Externals:
         if None in found:
             places.look_again()
             found = search()
+        _refuse_stale(externals, found)
         if places.compiled:
             externals = [*externals, *_inside_compiled_code(externals, places)]
             found = [*found, *(places.of(e.tensor) for e in externals[len(found) :])]
@@ -179,6 +182,19 @@ class _AddressCheck:
             if _pointer(external.seen) != pointer:
                 return _repointed(f"a tensor {tuple(external.tensor.shape)} {external.tensor.dtype}", external, self._remedy)
         raise AssertionError("a pointer differed, and none does")
+
+
+def _refuse_stale(externals: list[External], places: list[Place | None]) -> None:
+    """Raise CaptureError for an external that an earlier run made from its input. What the graph itself writes is state, or a
+    workspace, and no such thing."""
+    for external, place in zip(externals, places, strict=True):
+        if not external.written and (line := made_from_input(external.tensor)) is not None:
+            what = place.name if place is not None else f"a tensor {tuple(external.tensor.shape)} {external.tensor.dtype}"
+            raise CaptureError(
+                f"{what}, used by {external.op} at {external.where}, was made from an input by an earlier run of the forward "
+                f"({line}) and kept. The graph would read that call's values for ever. Make it anew in each forward, make it "
+                "in a break, or keep only what constants and weights give."
+            )
 
 
 def _pointer(value: Any) -> int | None:

@@ -233,7 +233,7 @@ def _is_library(value: Any) -> bool:
     if isinstance(value, ModuleType | BuiltinFunctionType) or type(value).__module__ in _NO_STATE:
         return True
     if _is_of(type(value), ("torch", "segue")) and not isinstance(value, Compiled | dict | list | tuple):
-        return True
+        return not dataclasses.is_dataclass(value)
     return isinstance(value, type | FunctionType) and is_library(value.__module__)
 
 

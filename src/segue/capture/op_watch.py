@@ -239,6 +239,7 @@ class OpWatch(_torch.WatchingMode):
                 external = self.externals.get(key)
                 if external is not None:
                     external.written = True
+                    external.parts.append(t.detach())
                     self.harmless = self.harmless and (self.segment > 0 or key in self._own)
 
 

@@ -38,7 +38,7 @@ class Places:
         ctx: Any = None,
         also: Iterable[str] = (),
     ) -> None:
-        self._root, self._name = root, name
+        self.root, self.name = root, name
         names = Names()
         names.all.update(also)
         found = self._search(names)
@@ -52,7 +52,7 @@ class Places:
     def _search(self, names: Names) -> list[Visit]:
         self._found: dict[int, Place] = {}
         self.compiled = self.writes_unseen = False
-        found = [] if self._root is None else list(visits(self._root, self._name, names=names))
+        found = [] if self.root is None else list(visits(self.root, self.name, names=names))
         for visit in found:
             self._note_compiled(visit.obj)
             for place, value in visit.held:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
+from torch import Tensor
+
 from segue.capture.allocations import Allocations
+from segue.capture.rehearsal import Rehearsal
 from segue.devices import Pool
 
 Phase = Literal["segment", "break"]
@@ -35,6 +38,7 @@ class _ThreadState(threading.local):
     valid: int | None = None  # of these, real ones
     pools: tuple[Pool, ...] = ()  # being captured into or replayed from, the innermost last
     made: Allocations | None = None  # in the reference: the memory that its forward has made
+    rehearsal: Rehearsal | None = None  # in the reference: notes what breaks give, or stands in for them
     asked_rows: bool = False  # the break that is running has asked for its valid rows
     ctx: Any = None
 
@@ -76,15 +80,16 @@ def capture_phase() -> Phase | None:
 
 
 @contextmanager
-def reference_frame(rows: int | None, valid_rows: int | None) -> Iterator[None]:
+def reference_frame(rows: int | None, valid_rows: int | None, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
     """Within this block breaks are plain calls that trim and clear as a replay does. A replay of a bucket of ``rows`` rows, of
-    which ``valid_rows`` are real, must equal what runs here.
+    which ``valid_rows`` are real, must equal what runs here. ``inputs``: of the forward, in memory made for this run.
     """
     before = (state.reference, state.rows, state.valid, state.inside_break, state.made)
-    made = Allocations()
+    made = Allocations(inputs)
     state.reference, state.rows, state.valid, state.inside_break, state.made = True, rows, valid_rows, False, made
     try:
         with made:
             yield
     finally:
+        made.keep()
         state.reference, state.rows, state.valid, state.inside_break, state.made = before

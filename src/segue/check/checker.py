@@ -83,6 +83,9 @@ class _Checker:
             if group in two:
                 for finding in frozen_values(record, two[group], group[1]):
                     self._add(finding, group)
+        for group, record in one.items():
+            for text in record.left if group not in self.blamed else ():
+                self._add(Finding("refused", _source_lines.of(self.runner.fn), text), group)
         self._note_breaks(one)
         for group, chosen in self.groups.items():
             for trial, want in self._references(group, chosen):

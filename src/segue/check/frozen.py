@@ -24,13 +24,14 @@ class CaptureRecord:
     """What one capture of a bucket showed.
 
     ``label``: the values it was made with, in words. ``log``: its ops. ``breaks``: its breaks. ``attributes``: the plain
-    values that the function holds afterwards, by name.
+    values that the function holds afterwards, by name. ``left``: what it left behind in the user's objects, in words.
     """
 
     label: str
     log: OpLog
     breaks: Sequence[Break]
     attributes: Mapping[str, Any]
+    left: Sequence[str] = ()
 
 
 def frozen_values(one: CaptureRecord, two: CaptureRecord, bucket: int) -> list[Finding]:

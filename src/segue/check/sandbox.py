@@ -13,6 +13,7 @@ from torch import Tensor
 from segue import _torch
 from segue.capture import active_forward, current_forward_ctx, reference_frame
 from segue.capture.break_points import Break
+from segue.capture.leftovers import listing
 from segue.capture.object_graph import plain_values
 from segue.capture.op_watch import observing
 from segue.check.frozen import CaptureRecord
@@ -144,11 +145,11 @@ class Sandbox:
             ctx = self.environment.context(trial.tokens, trial.values)
             self.buckets.warm(trial.call, trial.bucket, trial.requests, ctx)
             ctx = self.environment.context(trial.tokens, trial.values)
-            with observing(log):
+            with observing(log), listing() as left:
                 self.buckets.capture(trial.call, trial.bucket, trial.requests, ctx, strategy)
         values = "" if trial.values == 0 else ", other values"
         label = f"when captured with {trial.tokens} tokens{values}"
-        record = CaptureRecord(label, log, self.breaks(trial), plain_values(self.environment.fn))
+        record = CaptureRecord(label, log, self.breaks(trial), plain_values(self.environment.fn), left)
         for t in self.plan(trial).program.writes:
             address = t.untyped_storage().data_ptr()
             if address and not self.recorder.owns(t):
@@ -209,7 +210,7 @@ class Sandbox:
             with (
                 torch.inference_mode(),
                 active_forward(ctx),
-                reference_frame(rows=rows, valid_rows=trial.tokens),
+                reference_frame(rows, trial.tokens, [t for t in tensors if t is not None]),
                 OpLogMode(log, fill),
             ):
                 raw = self.binder.invoke(call, tensors, ctx)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from segue import _torch
+from segue.capture.aliasing import first_overlap, overlap
 from segue.errors import InputError, UsageError
-from segue.prime.aliasing import first_overlap, overlap
 from segue.prime.trunk import Rows, Whole
 
 _WIDE = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))

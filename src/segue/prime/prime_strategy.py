@@ -12,6 +12,7 @@ from torch import Tensor
 from segue import _torch
 from segue.capture import current_forward_ctx
 from segue.capture.places import Places
+from segue.capture.thread_state import state
 from segue.errors import ReplayError
 from segue.prime.copyout import CopyOut
 from segue.prime.cuts import marks
@@ -103,6 +104,8 @@ class PrimeStrategy:
             scratch = self.trunk.new_cache(x.shape[0], self.requests)
         forward = self._forward(x, scratch, f"reference of {x.shape[0]} rows")
         prompts = self._begin(forward)
+        if state.made is not None:
+            state.made.comes_from_input(forward.offsets.cu_seqlens, "an input of that run")
         marks.begin()
         (hidden,) = forward.forward()
         self._marked = marks.end()
@@ -195,9 +198,11 @@ class _PrimeProgram:
         assert capture is not None
         self._strategy, self._forward, self._kept = strategy, forward, kept
         self.graphs, self.rows, self.open = capture.graphs, rows, True
-        self.writes = [e.tensor for e in capture.externals if e.written]
         self.changed = capture.externals_check.changed
         self.scratch = forward.copies.tensors
+        own = {_torch.address(t) for t in self.scratch}
+        self.uses = [e.tensor for e in capture.externals]
+        self.writes = [t for e in capture.externals for t in e.parts if _torch.address(t) not in own]
 
     def replay(self, valid_rows: int | None = None) -> None:
         self._strategy.replay(self._forward)

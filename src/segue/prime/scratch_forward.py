@@ -17,6 +17,7 @@ from torch import Tensor
 
 from segue import _source_lines, _torch
 from segue.capture import BreakableCapture, weak_ref_tensor
+from segue.capture.allocations import Allocations
 from segue.capture.isolation import collect_garbage, one_capture
 from segue.capture.places import Places
 from segue.devices import Pool
@@ -190,7 +191,9 @@ class ScratchForward:
         collect_garbage()
         with one_capture, pool.turn(), pool.device.on_capture_stream(pool, stream), torch.inference_mode():
             marks.begin()
-            self.run()
+            with Allocations([self.x, self.offsets.cu_seqlens]) as made:
+                self.run()
+            made.keep(but=[self.x, self.offsets.cu_seqlens])
             return marks.end()
 
     def _record(self, capture: BreakableCapture, cuts: Pattern, at_end: AtEnd | None) -> Results:

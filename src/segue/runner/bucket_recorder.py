@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,22 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segue.capture import active_forward, current_forward_ctx, reference_frame
+from segue import _torch
+from segue.capture import BreakableCapture, active_forward, current_forward_ctx, reference_frame
 from segue.capture.isolation import one_capture
+from segue.capture.leftovers import Leftovers
 from segue.capture.object_graph import reached
 from segue.capture.places import Places
+from segue.capture.rehearsal import Rehearsal
 from segue.capture.thread_state import state
 from segue.devices import Device, Pool
-from segue.errors import CaptureError
-from segue.runner.calls import Binder, Call
+from segue.errors import CaptureError, InputError, UsageError
+from segue.runner.calls import Binder, Call, Key
 from segue.runner.captured_bucket import CapturedBucket
 from segue.runner.fixed_shapes import FixedShapes
 from segue.runner.ladder import Ladder
 from segue.runner.outputs import Layout, Lease, Outputs, Signature, owned
+from segue.runner.shared_memory import SharedMemory
 from segue.runner.staging import Buffer, Stage
 from segue.runner.stats import Counters
 from segue.runner.strategy import Finish, Job, Strategy
+from segue.runner.write_log import WriteLog, generators_kept
 
+log = logging.getLogger("segue")
 _warming = threading.local()
 
 
@@ -49,11 +56,14 @@ class BucketRecorder:
         request_ladder: Ladder | None,
     ) -> None:
         self.fn, self.binder, self.outputs, self.counters = fn, binder, outputs, counters
+        self._ladder = list(ladder)
         self._most = ladder.max, 0 if request_ladder is None else request_ladder.max
         self.device, self.pool = device, pool
         self.stream = stream if stream is not None else device.default_stream()
         self._places: Places | None = None
         self.buffers: list[Buffer | None] = [None] * len(binder.leaves)
+        # Of one bucket of each variant: its rows, and what its breaks hand on.
+        self._handed: dict[tuple[Key, int], tuple[int, list[tuple[str, tuple[int, ...], int | None]]]] = {}
         self.lock = threading.RLock()  # one call at a time fills the buffers; taken before the pool's turn
 
     def stage(self, call: Call, tokens: int, requests: int | None) -> Stage:
@@ -88,7 +98,7 @@ class BucketRecorder:
         with (
             torch.inference_mode(),
             active_forward(ctx if ctx is not None else state.ctx),
-            reference_frame(rows=stage.tokens, valid_rows=call.tokens),
+            reference_frame(stage.tokens, call.tokens, [t for t in padded if t is not None]),
         ):
             versions = [0 if t is None else t._version for t in padded]
             constants = self._constants(call, stage, padded) if own is None else None
@@ -96,12 +106,79 @@ class BucketRecorder:
                 raw = self.binder.invoke(call, padded, ctx) if own is None else own(self._named(padded), call.tokens)
             assert state.made is not None
             stage.updates_of(padded, versions, state.made.wrote, call)
+            self.shared_memory(call, state.made.outside, state.made.used, padded).check(call.tensors)
         return self.outputs.layout(raw, call.key, stage.tokens, stage.requests, constants or ())
+
+    def shared_memory(
+        self, call: Call, outside: Sequence[Tensor], used: set[int], inputs: Sequence[Tensor | None]
+    ) -> SharedMemory:
+        """The check for calls like ``call``, which ran on ``inputs``; ``call.updates`` says what of them it wrote.
+
+        Args:
+            outside: all that it wrote and didn't make. ``used``: addresses of what it used and didn't make.
+        """
+        mine = {_torch.address(t) for t in inputs if t is not None}
+        others = [t for t in outside if _torch.address(t) not in mine]
+        return SharedMemory(self.binder.leaves, [slot for slot, _ in call.updates], others, used - mine)
 
     def warm(self, call: Call, stage: Stage, ctx: Any, strategy: Strategy | None = None) -> Layout:
         """Run the reference on the capture stream, so that what libraries keep for each stream exists before the capture."""
         with _on_capture_stream(self.device, self.pool, self.stream), self.filling_tables():
-            return self.reference(call, stage, ctx, strategy)
+            unsure = self.outputs.undecided(call.key, stage.tokens, stage.requests)
+            if not unsure or getattr(strategy, "reference", None) is not None or self.places(ctx).compiled:
+                return self.reference(call, stage, ctx, strategy)
+            rehearsal = Rehearsal(stage.tokens, self.device.torch_device)
+            with _rehearsing(rehearsal):
+                layout = self.reference(call, stage, ctx, strategy)
+                for rows in self._other_rows(call, stage, layout):
+                    if self._shows_sizes(call, stage, ctx, layout, rehearsal, rows):
+                        break
+            return layout
+
+    def _other_rows(self, call: Call, stage: Stage, layout: Layout) -> list[int]:
+        """Row counts at which a second run may show which sizes of the outputs follow the rows, the best first.
+
+        Inputs may be indices of rows, so the call's own must all be there, unless no input is made of whole numbers.
+        """
+        rows = stage.tokens
+        near = sorted((b for b in self._ladder if b != rows), key=lambda b: (abs(b - rows), b))[:2]
+        cut = stage.requests < 0 and all(t is None or t.is_floating_point() for t in call.tensors)
+        sizes = {size for t in layout.tensors for size in t.shape}
+        return [
+            n
+            for n in (*near, 2 * rows, rows + 1)
+            if 1 < n <= 2 * rows and n not in sizes and (cut or n >= call.tokens)
+        ][:2]
+
+    def _shows_sizes(self, call: Call, stage: Stage, ctx: Any, layout: Layout, rehearsal: Rehearsal, rows: int) -> bool:
+        """Run the function at ``rows`` rows, with stand-ins for its breaks, and compare the sizes of the outputs. What it changes
+        is put back. Returns whether it could run so.
+
+        Raises:
+            UsageError: an output has the bucket's size by chance, or a size that follows the rows in another way.
+        """
+        if call.tokens > rows:
+            call = example_rows(call, self.binder, rows)
+        padded = stage.padded(call.tensors, call.tokens, call.requests, rows)
+        before, writes = Leftovers(self.fn, ctx), WriteLog(self.owns)
+        rehearsal.begin(rows)
+        try:
+            with (
+                generators_kept(self.device.torch_device),
+                torch.inference_mode(),
+                active_forward(ctx if ctx is not None else state.ctx),
+                reference_frame(rows, call.tokens),
+                writes,
+            ):
+                raw = self.binder.invoke(call, padded, ctx)
+        except Exception as e:
+            log.debug("segue: bucket %s could not be run at %s rows: %s", stage.tokens, rows, e)
+            return False
+        finally:
+            writes.put_back()
+            before.put_back()
+        self.outputs.check_rows(layout, raw, stage.tokens, rows)
+        return True
 
     def record(
         self, call: Call, stage: Stage, ctx: Any, strategy: Strategy, warmed: Signature, lease: bool, job: Job
@@ -144,9 +221,37 @@ class BucketRecorder:
         self.counters.captured += 1
         stage.wrote(program.writes)
         stage.updates(call)
-        captured = CapturedBucket(stage, program, kept[0], self.pool, self.lock, self.counters, strategy.name, lease)
+        shared = self.shared_memory(call, program.writes, {_torch.address(t) for t in program.uses}, stage.static)
+        try:
+            shared.check(call.tensors)
+            self._compare_handoffs(call, stage, getattr(program, "capture", None))
+        except (InputError, UsageError):
+            program.close()
+            raise
+        captured = CapturedBucket(stage, program, kept[0], self.pool, self.lock, self.counters, strategy.name, lease, shared)
         captured.driver_bytes = max(0, self.device.driver_bytes() - before)
         return captured, Lease(answer[0], None) if lease else answer[0]
+
+    def _compare_handoffs(self, call: Call, stage: Stage, capture: BreakableCapture | None) -> None:
+        """Compare what breaks handed on with another bucket of the variant. That shows a size that is the bucket's by chance.
+
+        Raises:
+            UsageError: one has, so its rows past the valid ones would be cleared, as if they were tokens.
+        """
+        if capture is None:
+            return
+        now = [*capture.handoffs()]
+        rows, before = self._handed.setdefault((call.key, stage.requests), (stage.tokens, now))
+        if rows == stage.tokens or [name for name, _, _ in before] != [name for name, _, _ in now]:
+            return
+        for (name, shape, dim), (_, other, other_dim) in zip(now, before, strict=True):
+            if shape == other and (dim is None) != (other_dim is None):
+                chance, beside = (stage.tokens, rows) if dim is not None else (rows, stage.tokens)
+                raise UsageError(
+                    f"bucket {stage.tokens}, {name} is ambiguous: its shape {list(shape)} has the bucket's size in bucket "
+                    f"{chance} by chance, as it is the same in bucket {beside}. Rows past the valid ones would be cleared there. "
+                    "Say break_point(token_dim=None), or None for it in a structure"
+                )
 
     def job(self, call: Call, stage: Stage, ctx: Any) -> Job:
         """What a strategy has to know to capture ``call``'s bucket. :meth:`record` adds the forward."""
@@ -218,7 +323,8 @@ def run_eager(binder: Binder, call: Call) -> Any:
     device, tensors = binder.device, call.tensors
     if call.foreign:
         with torch.inference_mode(False), torch.no_grad():
-            tensors = [None if t is None else t.to(device) for t in tensors]
+            moved_once = {id(t): t.to(device) for t in tensors if t is not None}  # a tensor given twice stays one
+            tensors = [None if t is None else moved_once[id(t)] for t in tensors]
     versions = [_version(t) for t in tensors] if call.foreign else []
     with torch.inference_mode(), active_forward(call.ctx if call.ctx is not None else current_forward_ctx()):
         raw = binder.invoke(call, tensors, call.ctx)
@@ -291,6 +397,15 @@ def _repeated(t: Tensor, dim: int, rows: int, pad: Any) -> Tensor:
         sizes[dim] = rows
         return t.new_full(sizes, 0 if isinstance(pad, str) or pad is None else pad)
     return t.index_select(dim, torch.arange(rows, device=t.device) % have)
+
+
+@contextmanager
+def _rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
+    before, state.rehearsal = state.rehearsal, rehearsal
+    try:
+        yield
+    finally:
+        state.rehearsal = before
 
 
 @contextmanager

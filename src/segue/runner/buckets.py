@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from segue import _torch
+from segue.capture.leftovers import LeftBehindError
 from segue.errors import InputError, ReplayError, UsageError
 from segue.runner.admission import Decision
 from segue.runner.bucket_recorder import BucketRecorder, may_capture
@@ -142,7 +143,7 @@ class Buckets:
                 raise
             self.failed[slot] = FAILED
             log.warning("segue: %s runs eager from now on: %s: %s", job.name, type(e).__name__, e)
-            if job.launched:
+            if job.launched or isinstance(e, LeftBehindError):
                 e.add_note(f"{job.name}: part of this call has run, so it isn't retried eagerly; later calls run eager")
                 raise
             raise RunsEager(FAILED) from e

@@ -47,13 +47,15 @@ class Call:
         self.values, self.ctx, self.tensors, self.key = values, ctx, tensors, key
         self.tokens, self.requests, self.foreign = tokens, requests, foreign
         self.specs: Sequence[tuple[Leaf, Spec]] = ()  # shown by this call, and kept once it has succeeded
-        self.updates: Sequence[tuple[Any, Tensor]] = ()  # its tensors that the forward wrote, with what they hold then
+        self.updates: Sequence[tuple[int, Tensor]] = ()  # places of its tensors that the forward wrote, with what they hold then
 
     def write_back(self) -> None:
         """Give the caller's tensors what the forward wrote to its inputs, as an eager call would."""
         if self.updates:
             with torch.inference_mode():
-                for mine, new in self.updates:
+                for slot, new in self.updates:
+                    mine = self.tensors[slot]
+                    assert mine is not None
                     mine.copy_(new)
             self.updates = ()
 
@@ -263,20 +265,37 @@ class Binder:
         call.specs = ()
 
     def invoke(self, call: Call, tensors: Sequence[Tensor | None], ctx: Any) -> Any:
-        """Call the function with ``tensors`` in the places of the declared inputs."""
+        """Call the function with ``tensors`` in the places of the declared inputs.
+
+        Raises:
+            UsageError: it changed what a structured argument holds, which is a copy of the caller's.
+        """
         values = list(call.values)
         if self.ctx_slot >= 0:
             values[self.ctx_slot] = ctx
         by_slot: dict[int, list[Tensor | None]] = {}
+        copies: dict[int, Any] = {}
         for leaf, t in zip(self.leaves, tensors, strict=True):
             by_slot.setdefault(leaf.slot, []).append(t)
         for slot, parts in by_slot.items():
             declared = self._nested.get(slot)
-            values[slot] = parts[0] if declared is None else _refill(values[slot], declared, iter(parts))
+            if declared is None:
+                values[slot] = parts[0]
+            elif tensors is not call.tensors:
+                values[slot] = copies[slot] = _refill(values[slot], declared, iter(parts))
+        held = {slot: _held(copy, self._nested[slot]) for slot, copy in copies.items()}
         further = values.pop() if self._open else {}
         named = {n: v for n, v in zip(self.names[self._unnamed :], values[self._unnamed :], strict=True)}
         named.update(further)
-        return self._fn(*values[: self._unnamed], **named)
+        result = self._fn(*values[: self._unnamed], **named)
+        for slot, copy in copies.items():
+            if _held(copy, self._nested[slot]) != held[slot]:
+                raise UsageError(
+                    f"{self.label}: the forward changed what the argument {self.names[slot]!r} holds. It has a copy of the "
+                    "container, with the runner's own tensors, so the caller's would stay as it was, and a replay changes "
+                    "none. Return what it put there, or write it into a tensor that is declared (copy_)"
+                )
+        return result
 
     def _reach(self, values: Sequence[Any]) -> list[Any]:
         """The values of the declared inputs, wherever they are in a structure."""
@@ -362,6 +381,15 @@ def _undeclared_parts(value: Any, declared: Any, name: str) -> Any:
         elif _is_nested(inner):
             shell.append((key, _undeclared_parts(child, inner, f"{name}.{key}")))
     return tuple(shell)
+
+
+def _held(value: Any, declared: Any) -> Any:
+    """What a structured argument holds, by identity."""
+    parts = parts_of(value) if value is not None and _is_nested(declared) else None
+    if parts is None:
+        return id(value)
+    inner = dict(declared) if isinstance(declared, Mapping) else dict(enumerate(declared))
+    return [(key, _held(child, inner.get(key))) for key, child in parts]
 
 
 def _refill(value: Any, declared: Any, tensors: Any) -> Any:

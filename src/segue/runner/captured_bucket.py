@@ -14,6 +14,7 @@ from segue.devices import Pool
 from segue.errors import UsageError
 from segue.runner.calls import Call
 from segue.runner.outputs import Layout, Lease
+from segue.runner.shared_memory import SharedMemory
 from segue.runner.staging import Stage
 from segue.runner.stats import Counters
 from segue.runner.strategy import CapturedForward
@@ -34,12 +35,13 @@ class CapturedBucket:
         counters: Counters,
         strategy: str,
         lease: bool,
+        shared: SharedMemory,
     ) -> None:
         self.stage, self.program, self.layout, self.strategy = stage, program, layout, strategy
         self._pool, self._lock, self._lease = pool, lock, lease
         self._turn, self._fill, self._replay = pool.turn, stage.fill, program.replay
         self._count = counters.replays_of(strategy, stage.tokens)
-        self._writes = bool(stage.written)
+        self._writes, self._shared, self._apart = bool(stage.written), shared, bool(shared)
         self._breaks = program.breaks > 0  # a break may write into the buffers
         self.closed = False
         self.driver_bytes = 0  # what the driver took while this was captured
@@ -48,14 +50,17 @@ class CapturedBucket:
         """The forward's answer for ``call``, from the graphs.
 
         Raises:
-            ReplayError: a tensor that the graphs read was re-pointed, in which case nothing has run that outlives the call; or a
-                break's result changed. UsageError: the call is made in a break of a forward of the same pool.
+            InputError: an input shares memory with something that the forward writes. ReplayError: a tensor that the graphs read
+                was re-pointed, in which case nothing has run that outlives the call; or a break's result changed. UsageError: the
+                call is made in a break of a forward of the same pool.
         """
         if self._pool in state.pools:  # the program would refuse too, but after the outer forward's inputs were overwritten
             raise UsageError(
                 f"bucket {self.stage.tokens} was replayed inside a forward of the same pool, whose memory it would overwrite. "
                 "Give one of the two a pool of its own."
             )
+        if self._apart:
+            self._shared.check(call.tensors)
         tokens, requests, count = call.tokens, call.requests, self._count
         with self._lock, self._turn():
             self._fill(call.tensors, tokens, requests, call.foreign)
@@ -68,6 +73,7 @@ class CapturedBucket:
                         self._replay(tokens)
                 if self._writes or (self._breaks and self.stage.moved()):
                     self.stage.updates(call)
+                    self._shared.check_late(call.tensors, [slot for slot, _ in call.updates])
                     call.write_back()
             finally:
                 del guard  # what is given out below is of the caller's mode

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -97,6 +97,27 @@ class Outputs:
         self._compare(parts, variant, tokens, requests, where)
         return Layout(tree, parts, where)
 
+    def check_rows(self, layout: Layout, raw: Any, tokens: int, rows: int) -> None:
+        """Compare a bucket's layout with what the forward returned for ``rows`` rows instead: that shows which sizes follow them.
+
+        Raises:
+            UsageError: an output has the bucket's size by chance, or a size that follows it without equalling it.
+        """
+        where = f"{self._label}, bucket {tokens}"
+        other = {path: tuple(v.shape) for path, v, _ in take_apart(raw).leaves if isinstance(v, Tensor)}
+        for path, shape, dim in layout.of_tokens():
+            if len(there := other.get(path, ())) != len(shape):
+                continue
+            for d, (a, b) in enumerate(zip(shape, there, strict=True)):
+                if d == dim and a == b:
+                    raise UsageError(
+                        f"{where}: {path} is ambiguous: its shape {list(shape)} has the bucket's size along dimension {d} by "
+                        f"chance, for with {rows} rows it is {list(there)}, so cutting it to the real rows would be wrong. Give "
+                        f"output_token_dim as a structure, with None for {path}"
+                    )
+                if d != dim and a != b:
+                    raise _follows(path, d, (a, tokens), (b, rows), where)
+
     def _compare(self, parts: list[Any], variant: Any, tokens: int, requests: int, where: str) -> None:
         """Compare two buckets. That shows a size that equals the bucket by chance, or one that follows it without equalling
         it.
@@ -164,6 +185,12 @@ class Layout:
         self.tensors = [t.clone() for t in self.tensors]
         self._cut.clear()
         return self
+
+    def of_tokens(self) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
+        """Path, shape and token dimension of each tensor that has no request dimension."""
+        for (path, dim, of_tokens), t in zip(self._parts, self.tensors, strict=True):
+            if of_tokens:
+                yield path, tuple(t.shape), dim
 
     def signature(self) -> Signature:
         """Structure, plain values, shapes and dtypes: what a warm-up and its capture must have in common."""
@@ -289,9 +316,14 @@ def _compare_shapes(path: str, now: Any, then: Any, tokens: int, before: int, wh
         return
     for d, (a, b) in enumerate(zip(shape, old_shape, strict=True)):
         if d != dim and a != b and (a - b == tokens - before or a * before == b * tokens):
-            raise UsageError(
-                f"{where}: dimension {d} of {path} follows the bucket ({a} in bucket {tokens}, {b} in bucket {before}) "
-                "and isn't its "
-                "token dimension, so a replay would return padded rows. Name it in output_token_dim, or cut it in a "
-                "break"
-            )
+            raise _follows(path, d, (a, tokens), (b, before), where)
+
+
+def _follows(path: str, dim: int, one: tuple[int, int], other: tuple[int, int], where: str) -> UsageError:
+    """``one``, ``other``: a size of the output's, and the rows that it had then."""
+    sizes = ", ".join(f"{size} in bucket {rows}" for size, rows in sorted((one, other), key=lambda seen: seen[1]))
+    return UsageError(
+        f"{where}: dimension {dim} of {path} follows the bucket ({sizes}) and isn't its token dimension, so a replay would "
+        "return padded rows. Name it in output_token_dim, or cut it in a break; with None for it in output_token_dim it comes "
+        "back whole"
+    )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from segue import _torch
@@ -23,7 +21,7 @@ from segue.runner.ladder import Ladder
 from segue.runner.memory_budget import Cost, mib
 from segue.runner.progress import CaptureSummary, Progress
 from segue.runner.strategy import Strategy
-from segue.runner.write_log import WriteLog
+from segue.runner.write_log import WriteLog, generators_kept
 
 log = logging.getLogger("segue")
 Rung = tuple[int, int | None]  # tokens, requests
@@ -78,7 +76,7 @@ class Precapture:
         before = self._attributes()
         collect_garbage()
         progress = Progress(len(self.rungs), self._shown)
-        with progress.showing(), _generators_kept(self.recorder.device.torch_device):
+        with progress.showing(), generators_kept(self.recorder.device.torch_device):
             if self.buckets.budget is None:
                 self._capture(self.rungs, progress)
             else:
@@ -255,11 +253,3 @@ def _rungs(tokens: list[int], requests: list[int] | None) -> list[Rung]:
         enough = next((i for i, r in enumerate(requests) if r >= b), len(requests) - 1)
         pairs += [(b, r) for r in reversed(requests[: enough + 1])]
     return pairs
-
-
-@contextmanager
-def _generators_kept(device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng(
-        [device] if device.type != "cpu" else [], device_type=device.type if device.type != "cpu" else "cuda"
-    ):
-        yield

@@ -221,7 +221,7 @@ class Stage:
     def updates(self, call: Call) -> None:
         """Note in ``call.updates`` which of its tensors the forward wrote, by writing the buffers, with the new values."""
         call.updates = [
-            (call.tensors[slot], self._real(buffer, view, call))
+            (slot, self._real(buffer, view, call))
             for slot, buffer, view in self._given
             if slot in self.written or buffer.flat._version != buffer.version
         ]
@@ -234,7 +234,7 @@ class Stage:
         ``versions``: their version counters before it ran. ``wrote``: whether an op of the forward was seen to write a tensor.
         """
         call.updates = [
-            (call.tensors[slot], self._real(buffer, t, call))
+            (slot, self._real(buffer, t, call))
             for slot, buffer, _ in self._given
             if (t := fresh[slot]) is not None and (t._version != versions[slot] or wrote(t))
         ]
@@ -243,13 +243,19 @@ class Stage:
         dim = buffer.spec.dim
         return view if dim is None else view.narrow(dim, 0, _rows(buffer, call.tokens, call.requests))
 
-    def padded(self, tensors: Sequence[Tensor | None], tokens: int, requests: int) -> list[Tensor | None]:
-        """Fresh padded tensors with the values that ``fill`` would leave in the buffers: for the reference."""
+    def padded(
+        self, tensors: Sequence[Tensor | None], tokens: int, requests: int, rows: int | None = None
+    ) -> list[Tensor | None]:
+        """Fresh padded tensors with the values that ``fill`` would leave in the buffers: for the reference.
+
+        ``rows``: token rows of each; by default the bucket's.
+        """
+        upto = self.tokens if rows is None else rows
         fresh: list[Tensor | None] = [None] * len(tensors)
         for slot, buffer, _ in self._given:
             t = tensors[slot]
             assert t is not None
-            fresh[slot] = buffer.padded(t, _rows(buffer, tokens, requests), _rows(buffer, self.tokens, self.requests))
+            fresh[slot] = buffer.padded(t, _rows(buffer, tokens, requests), _rows(buffer, upto, self.requests))
         return fresh
 
     def _cut(self, tokens: int, requests: int) -> list[list[Tensor]]:

@@ -60,7 +60,11 @@ class CapturedForward(Protocol):
 
     @property
     def writes(self) -> Sequence[Tensor]:
-        """Tensors outside the pool that the graphs write."""
+        """Tensors outside the pool that the graphs write, the very views."""
+
+    @property
+    def uses(self) -> Sequence[Tensor]:
+        """One tensor of each storage outside the pool that the graphs read or write."""
 
     def replay(self, valid_rows: int | None = None) -> None:
         """Run it on the static inputs. The caller holds the pool's turn and is in inference mode; the live context is that of the
@@ -129,7 +133,8 @@ class _CapturedProgram:
     def __init__(self, capture: BreakableCapture) -> None:
         self.capture = capture
         self.graphs, self.breaks = capture.graphs, capture.breaks
-        self.writes = [e.tensor for e in capture.externals if e.written]
+        self.uses = [e.tensor for e in capture.externals]
+        self.writes = [t for e in capture.externals for t in e.parts]
         self.replay, self.close = capture.replay_in_turn, capture.close
 
     def changed(self) -> Change | None:

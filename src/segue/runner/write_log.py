@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,6 +72,15 @@ class WriteLog(Allocations):
         storage = t.untyped_storage()
         with torch.inference_mode(False), torch.no_grad():
             self._saved[storage.data_ptr()] = storage, _bytes_of(storage, t.device).clone()
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Put the random generators of the CPU and the device back after this block."""
+    with torch.random.fork_rng(
+        [device] if device.type != "cpu" else [], device_type=device.type if device.type != "cpu" else "cuda"
+    ):
+        yield
 
 
 def _bytes_of(storage: Any, device: torch.device) -> Tensor:

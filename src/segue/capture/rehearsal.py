@@ -1,0 +1,57 @@
+"""A forward run once more at another number of rows, to see which sizes follow them. Its breaks don't run a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue.capture.nested import leaves, take_apart
+
+
+class Rehearsal:
+    """What the breaks of a forward of ``rows`` rows gave: shapes alone, from which stand-ins for a run of other rows are made.
+
+    Breaks fill caches and count, so a second run must not call them. Zeros of the right shape go on in their place: they are in
+    range wherever they are indices.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._rows, self._device = rows, device
+        self._results: list[tuple[Any, Any]] = []
+        self._next, self._other = 0, 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the second run is what breaks are called from."""
+        return self._other > 0
+
+    def note(self, result: Any, token_dims: Any) -> None:
+        """Note what the forward went on with after a break of the first run."""
+        tree = take_apart(result)
+        shapes = [torch.empty_like(v, device="meta") if isinstance(v, Tensor) else v for _, v, _ in tree.leaves]
+        self._results.append((tree.build(iter(shapes)), token_dims))
+
+    def begin(self, rows: int) -> None:
+        """From now on breaks are called from a run of so many rows."""
+        self._next, self._other = 0, rows
+
+    def stand_in(self, arguments: Sequence[Any], destination: Any) -> Any:
+        """What the forward goes on with after the next break."""
+        for t in leaves([*arguments, destination]):
+            if isinstance(t, Tensor) and not t.is_floating_point():
+                t.zero_()  # the break may have been going to fill it with indices
+        result, dims = self._results[self._next]
+        self._next += 1
+        if destination is not None:
+            return destination
+        tree = take_apart(result, dims)
+        return tree.build(self._like(v, dim) if isinstance(v, Tensor) else v for _, v, dim in tree.leaves)
+
+    def _like(self, t: Tensor, dim: int | None) -> Tensor:
+        shape = list(t.shape)
+        if dim is not None and -t.dim() <= dim < t.dim() and shape[dim] == self._rows:
+            shape[dim] = self._other
+        return torch.zeros(shape, dtype=t.dtype, device=self._device)

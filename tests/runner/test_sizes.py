@@ -1,0 +1,128 @@
+"""Sizes that follow the tokens without equalling them, or equal the bucket by chance, are told by a second run or refused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import segue
+from runner.rows import close
+from segue.errors import UsageError
+from segue.runner import Input
+
+X = {"x": Input(0, 0.0)}
+
+
+@segue.break_point(trim=("x",))
+def mix(x):
+    return x + x.mean(0)
+
+
+FOLLOW = {
+    "twice": (lambda x: mix(x).repeat_interleave(2, 0), 0),
+    "two copies": (lambda x: torch.cat([x, mix(x)]), 0),
+    "every other": (lambda x: mix(x)[::2] * 1, 0),
+    "one less": (lambda x: mix(x)[:-1] * 1, 0),
+    "pairs": (lambda x: mix(x).view(-1, 2, 4).mean(1), 0),
+    "among others": (lambda x: {"y": x * 2, "pairs": mix(x).view(-1, 2, 4).sum(1)}, 0),
+    "by a break": (lambda x: (mix(x), mix(x).t().repeat(1, 3)), 1),
+}
+
+
+@pytest.mark.parametrize("buckets", [[8], [8, 16]])
+@pytest.mark.parametrize("case", FOLLOW)
+def test_a_size_that_follows_the_tokens_is_refused_while_one_bucket_has_been_seen(make, model, case, buckets):
+    fn, dim = FOLLOW[case]
+    for explicit in (False, True):
+        runner = make(fn, X, buckets)
+        with pytest.raises(UsageError, match=rf"dimension {dim} of output.* follows the bucket .* comes back whole"):
+            runner.capture(model.x(5)) if explicit else runner(model.x(5))
+
+
+def test_declared_as_no_tokens_such_an_output_comes_back_whole(make, model):
+    runner = make(FOLLOW["twice"][0], X, [8], output_token_dim=None)
+    for i in range(3):
+        assert runner(model.x(5, i)).shape == (16, 4)
+
+
+def gram(x):
+    y = mix(x)
+    return y.t() @ y
+
+
+@pytest.mark.parametrize("buckets", [[4], [4, 8], [2, 4]])
+def test_a_width_that_is_the_bucket_by_chance_is_not_cut(make, model, buckets):
+    runner = make(gram, X, buckets)
+    with pytest.raises(UsageError, match=r"output is ambiguous: its shape \[4, 4\] .*by chance.* with None for output"):
+        runner(model.x(3))
+    exact = make(gram, X, buckets, output_token_dim=None)
+    for i in range(4):
+        assert close(exact(model.x(3, i)), gram(model.x(3, i)))
+
+
+def test_a_width_that_is_no_buckets_size_replays(make, model):
+    runner = make(lambda x: (gram(x), mix(x), x.sum(0)), X, [8, 16])
+    for n in (5, 12, 5, 12, 7, 16):
+        for got, want in zip(runner(model.x(n)), (gram(model.x(n)), mix(model.x(n)), model.x(n).sum(0)), strict=True):
+            assert close(got, want)
+    assert runner.stats.replayed == 2
+
+
+@segue.break_point(trim=("y",))
+def product(y):
+    return y.t() @ y
+
+
+@pytest.mark.parametrize("order", [(4, 8), (8, 4)])
+def test_a_breaks_result_with_the_bucket_size_by_chance_is_refused_when_another_bucket_shows_it(make, model, order):
+    runner = make(lambda x: x @ product(x), X, [4, 8])
+    runner(model.x(order[0])), runner(model.x(order[0])), runner(model.x(order[1]))
+    with pytest.raises(UsageError, match=r"break product .*ambiguous: its shape \[4, 4\] .* bucket 4 by chance"):
+        runner(model.x(order[1]))
+    exact = make(lambda x: x @ fixed(x), X, [4, 8])
+    for n in (3, 7, 3, 7, 3, 7):
+        assert close(exact(model.x(n)), model.x(n) @ (model.x(n).t() @ model.x(n)))
+
+
+@segue.break_point(trim=("y",), token_dim=None)
+def fixed(y):
+    return y.t() @ y
+
+
+def test_the_second_run_leaves_no_trace(make, model):
+    """Its breaks don't run, and what it changes in Python, in tensors and in generators is put back."""
+    calls, table = [], {}
+    total = torch.zeros(4, device=model.device)
+
+    @segue.break_point(trim=("x",))
+    def noted(x):
+        calls.append(len(x))
+        return x * 2
+
+    def forward(x, index):
+        if x.shape[0] not in table:
+            table[x.shape[0]] = torch.arange(x.shape[0], device=x.device)
+        total.add_(1)
+        y = noted(x) + table[x.shape[0]][:, None]
+        return y + torch.rand_like(y) * 0 + y.index_select(0, index)
+
+    runner = make(forward, {**X, "index": Input()}, [8, 32])
+    torch.manual_seed(3)
+    random.seed(3)
+    index = torch.tensor([4], device=model.device)
+    runner(model.x(5), index)
+    assert calls == [5] and list(table) == [8] and total.tolist() == [1.0] * 4
+    after = torch.rand(3, device=model.device)
+    torch.manual_seed(3)
+    torch.rand(8, 4, device=model.device)
+    assert torch.equal(after, torch.rand(3, device=model.device))
+
+
+def test_a_forward_that_can_not_run_at_another_size_is_served_as_before(make, model):
+    weight = torch.ones(8, 8, device=model.device)
+    runner = make(lambda x: weight @ mix(x), X, [8])
+    for i in range(3):
+        assert runner(model.x(8, i)).shape == (8, 4)
+    assert runner.stats.replayed == 1
