@@ -48,3 +48,16 @@ def test_every_public_name_is_there() -> None:
     import segue
 
     assert all(hasattr(segue, name) for name in segue.__all__)
+
+
+def test_every_error_that_is_raised_on_purpose_can_be_caught_by_its_name() -> None:
+    import segue
+    import segue.devices.cuda.op_checks
+    import segue.integrations.transformers.handle
+
+    errors = [segue.SegueError]
+    for error in errors:
+        errors += error.__subclasses__()
+    own = {error for error in errors if error.__module__.startswith("segue")}
+    assert {error.__name__ for error in own} <= set(segue.__all__)
+    assert all(getattr(segue, error.__name__) is error for error in own)

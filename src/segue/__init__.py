@@ -1,5 +1,6 @@
 """CUDA graphs for PyTorch forwards whose shape changes: eager's answers at graph speed, or an error that names the cause."""
 
+from segue._torch import UnsupportedTorchError
 from segue.capture import (
     BreakableCapture,
     active_forward,
@@ -14,7 +15,17 @@ from segue.capture import (
     slice_to_real_tokens,
     weak_ref_tensor,
 )
-from segue.errors import CaptureError, GraphMemoryError, InputError, NoBucketError, ReplayError, SegueError, UsageError
+from segue.errors import (
+    CaptureError,
+    GraphMemoryError,
+    InputError,
+    LeftBehindError,
+    NoBucketError,
+    ReplayError,
+    SegueError,
+    StateChangedError,
+    UsageError,
+)
 from segue.integrations.transformers import accelerate
 from segue.prime import PrimeGraph, Rows, Trunk, Whole
 from segue.runner import Decision, GraphRunner, Input, Ladder, Lease, Stats
@@ -30,13 +41,16 @@ __all__ = [
     "InputError",
     "Ladder",
     "Lease",
+    "LeftBehindError",
     "NoBucketError",
     "PrimeGraph",
     "ReplayError",
     "Rows",
     "SegueError",
+    "StateChangedError",
     "Stats",
     "Trunk",
+    "UnsupportedTorchError",
     "UsageError",
     "Whole",
     "accelerate",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
 from types import CodeType, FrameType
@@ -11,6 +12,8 @@ import torch
 
 _SKIPPED = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 _ALSO = ("<frozen ", "contextlib.py")
+_TENSOR_METHODS = torch._tensor.__file__  # those that are written in Python
+_LOADS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_FAST"}
 
 
 def caller() -> str:
@@ -23,6 +26,43 @@ def caller() -> str:
             return f"{known[1]}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
     return "an unknown place"
+
+
+def running_call() -> str | None:
+    """The name of what the nearest user frame is calling: ``item`` for ``x[0].item()``, ``bool`` for ``bool(x)``.
+
+    For a truth test it is ``__bool__``, for an index ``__getitem__``, and for a method that ``torch.Tensor`` has in Python its
+    name, whatever that calls. None where it isn't known.
+
+    Methods of tensors that are written in C leave no frame, so it looks at the instruction. That takes a millisecond.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    method = None
+    while frame is not None:
+        code = frame.f_code
+        if (_known.get(id(code)) or _learn(code))[1]:
+            return method or _called(code, frame.f_lasti)
+        if code.co_filename == _TENSOR_METHODS:
+            method = code.co_name
+        frame = frame.f_back
+    return None
+
+
+def _called(code: CodeType, offset: int) -> str | None:
+    """The name in the call, or ``__bool__`` for the truth test, that the instruction at ``offset`` of ``code`` makes."""
+    before = [i for i in dis.get_instructions(code) if i.offset <= offset]
+    now = before.pop()
+    if "JUMP" in now.opname or now.opname in ("UNARY_NOT", "TO_BOOL"):
+        return "__bool__"
+    if "SUBSCR" in now.opname:
+        return "__getitem__"
+    if "CALL" not in now.opname or now.positions is None or now.positions.col_offset is None:
+        return None
+    start = now.positions.lineno, now.positions.col_offset
+    for i in reversed(before):  # a call begins where the expression of its function does, and that is loaded last by its name
+        if i.opname in _LOADS and i.positions is not None and (i.positions.lineno, i.positions.col_offset) == start:
+            return str(i.argval)
+    return None
 
 
 def in_compiled_code() -> bool:
@@ -66,6 +106,19 @@ def raised(error: BaseException) -> str:
 def line(code: CodeType, number: int | None) -> str:
     """``file.py:12 in forward`` of a line of a function's code."""
     return f"{_short(code.co_filename)}:{number} in {code.co_name}"
+
+
+def raised_by_call(error: BaseException) -> str | None:
+    """What :func:`running_call` says of the call in the innermost user frame that ``error`` passed."""
+    found, method, tb = None, None, error.__traceback__
+    while tb is not None:
+        code = tb.tb_frame.f_code
+        if (_known.get(id(code)) or _learn(code))[1]:
+            found, method = (code, tb.tb_lasti), None
+        elif code.co_filename == _TENSOR_METHODS:
+            method = method or code.co_name
+        tb = tb.tb_next
+    return method or (None if found is None else _called(*found))
 
 
 def of(fn: Any) -> str:

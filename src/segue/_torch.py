@@ -187,6 +187,35 @@ def storage_span(t: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
+def is_wrapper(t: Tensor) -> bool:
+    """Whether ``t`` is of a class that wraps other tensors and has no memory of its own, as ``DTensor`` does."""
+    if type(t).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return False
+    try:
+        t.untyped_storage().data_ptr()
+    except RuntimeError:
+        return t.layout is torch.strided
+    return False
+
+
+def is_under_way(t: Tensor) -> bool:
+    """Whether ``t`` stands for the result of a functional collective that may not be done yet."""
+    collectives = sys.modules.get("torch.distributed._functional_collectives")
+    return collectives is not None and isinstance(t, collectives.AsyncCollectiveTensor)
+
+
+def result_under_way(t: Any) -> Tensor:
+    """The tensor that a collective under way writes."""
+    result: Tensor = t.elem
+    return result
+
+
+def waited(t: Any) -> Tensor:
+    """The result of a collective that was under way. What uses it on the current stream comes after the collective."""
+    done: Tensor = t.trigger_wait()
+    return done
+
+
 def inference_guard(enabled: bool) -> Any:
     """``torch.inference_mode`` without its Python frames: a context manager that is in force as soon as it is made."""
     return _inference_guard(enabled)
@@ -222,13 +251,15 @@ def is_compile_error(error: Exception) -> bool:
     return isinstance(error, exc.TorchDynamoException) and not isinstance(error, exc.RecompileError)
 
 
-def dynamo_boundary(wrapper: Callable[..., Any]) -> None:
+def dynamo_boundary(wrapper: Callable[..., Any], why: str) -> None:
     """Make dynamo end its graph before calling ``wrapper``, and compile neither its frame nor those below it.
+
+    ``why``: what dynamo says where it was asked for one whole graph.
 
     ``torch.compiler.disable`` does the same, but imports dynamo, which takes 0.8 s, also for people who don't compile.
     """
     wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
-    wrapper._torchdynamo_disable_msg = "a segue break point runs eagerly between two graphs"  # type: ignore[attr-defined]
+    wrapper._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
     skip_in_dynamo(wrapper.__code__)
 
 

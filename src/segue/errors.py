@@ -27,6 +27,10 @@ class GraphMemoryError(CaptureError, torch.OutOfMemoryError):
     """The device ran out of memory while a capture was recorded. Earlier captures keep working."""
 
 
+class LeftBehindError(CaptureError):
+    """A segment changed the user's objects, which no replay does. The forward has run: a second run would change them twice."""
+
+
 class ReplayError(SegueError):
     """A replay would not give what eager gives: a changed break result, a re-pointed tensor, a capture that failed."""
 
@@ -45,3 +49,8 @@ class InputError(SegueError):
 
 class NoBucketError(SegueError):
     """No graph serves this call, and ``strict`` forbids running it eagerly."""
+
+
+def no_copy(who: str, instead: str) -> UsageError:
+    """The error for an attempt to copy or pickle what owns graphs. ``who``: what it is. ``instead``: what to do."""
+    return UsageError(f"{who} can't be copied or pickled: its graphs belong to this process and its memory. {instead}")

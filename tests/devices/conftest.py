@@ -10,8 +10,9 @@ import torch
 
 from segue import _source_lines, _torch
 from segue.devices import Device, Pool, Recording, Segment, resolve
+from segue.devices.cuda.op_checks import OpChecks
 
-_source_lines._SKIPPED = (*_source_lines._SKIPPED, __file__)  # the mode below stands for one of segue's own
+_source_lines._SKIPPED = (*_source_lines._SKIPPED, __file__)  # the modes below stand for segue's own
 
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -25,6 +26,17 @@ class Passing(_torch.WatchingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return self.recording.run(func, args, kwargs or {})
+
+
+class Checking(_torch.WatchingMode):
+    """Hands ops to the checks of a CUDA segment. Tensors without memory stand for the device's: the same ops arrive for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checks = OpChecks()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return self.checks.run(func, args, kwargs or {})
 
 
 class Sandbox:

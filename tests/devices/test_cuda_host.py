@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from segue.devices.cuda import raw
+from segue.devices.cuda.op_checks import OpChecks
 from segue.devices.cuda.pool import CudaPool
 from segue.devices.cuda.recording import CudaRecording, CudaSegment
 from segue.devices.cuda.side_streams import StreamEdges
@@ -79,11 +80,11 @@ def test_a_graph_that_draws_from_a_generator_of_its_own_is_launched_by_torch(
 
 def test_a_generator_that_an_op_is_given_is_noticed_while_it_is_recorded() -> None:
     recording = object.__new__(CudaRecording)
-    recording._draws = False
-    recording.run(torch.ops.aten.rand.default, ([2],), {"device": torch.device("cpu")})
-    recording.run(torch.ops.aten.rand.generator, ([2],), {"generator": None, "device": torch.device("cpu")})
+    recording._draws, recording._ops = False, OpChecks()
+    recording.run(torch.ops.aten.rand.default, ([2],), {"device": torch.device("meta")})
+    recording.run(torch.ops.aten.rand.generator, ([2],), {"generator": None, "device": torch.device("meta")})
     assert not recording._draws
-    recording.run(torch.ops.aten.rand.generator, ([2],), {"generator": torch.Generator(), "device": torch.device("cpu")})
+    recording.run(torch.ops.aten.rand.generator, ([2],), {"generator": torch.Generator(), "device": torch.device("meta")})
     assert recording._draws
 
 
@@ -105,6 +106,18 @@ def test_an_error_of_segues_at_the_end_of_a_recording_keeps_its_text(
     with pytest.raises(SegueError, match=expected):
         recording.commit()
     assert abandoned == ["graph"]
+
+
+def test_a_graph_that_the_driver_has_no_memory_for_is_an_out_of_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(graph: Any) -> bool:
+        raise torch.AcceleratorError("CUDA error: out of memory\nCompile with")
+
+    monkeypatch.setattr(raw, "end_graph", fails)
+    monkeypatch.setattr(raw, "abandon_graph", lambda graph: None)
+    recording: Any = object.__new__(CudaRecording)
+    recording._scope, recording._graph = ExitStack(), "graph"
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA error: out of memory$"):
+        recording.commit()
 
 
 @pytest.mark.parametrize("where", ["enter", "exit"])

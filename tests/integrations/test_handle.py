@@ -156,3 +156,25 @@ def test_an_import_that_is_blocked_is_told_like_a_missing_package() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install 'segue-graphs[transformers]'" in done.stdout
+
+
+@pytest.mark.parametrize("strategy", ["auto", "breakable"])
+def test_a_fresh_layer_whose_mode_makes_no_difference_is_taken_in(
+    strategy: str, make: Make, graphed: Make, ids: Make
+) -> None:
+    model, prompt = make(), ids(1, 7)
+    handle = graphed(model, strategy=strategy)
+    with torch.inference_mode():
+        for _ in range(3):
+            model(prompt)
+        model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+        with handle.untouched():
+            want = model(prompt).logits
+        handle.recapture()
+        before = handle.stats.eager
+        for _ in range(3):
+            torch.testing.assert_close(model(prompt).logits, want)
+        assert handle.stats.eager == before
+        model.model.layers[1].mlp.act_fn = torch.nn.RReLU()
+        with pytest.raises(segue.SegueError, match=r"layers\.1\.mlp\.act_fn is in training mode"):
+            handle.recapture()

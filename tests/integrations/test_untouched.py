@@ -125,3 +125,52 @@ def test_autocast_runs_untouched(make: Make, graphed: Make, ids: Make) -> None:
             with handle.untouched():
                 assert torch.equal(model(prompt).logits, got)
     assert handle.stats.reasons == {"autocast is on": 1}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "breakable"])
+def test_drafting_with_the_first_layers_runs_untouched_and_leaves_the_model_whole(
+    strategy: str, make: Make, graphed: Make, ids: Make
+) -> None:
+    model, prompt = make(), ids(1, 9)
+    draft = {"assistant_early_exit": 1, "max_new_tokens": 12, "do_sample": False}
+    want, plain = model.generate(prompt, **draft), model.generate(prompt, max_new_tokens=12, do_sample=False)
+    handle = graphed(model, strategy=strategy)
+    for _ in range(3):
+        assert torch.equal(model.generate(prompt, **draft), want)
+        assert model.config.num_hidden_layers == 3
+        assert torch.equal(model.generate(prompt, max_new_tokens=12, do_sample=False), plain)
+    assert handle.stats.reasons["config.num_hidden_layers=1, and 3 when the model was accelerated"] > 0
+    assert handle.stats.replayed > 0
+
+
+@pytest.mark.parametrize("strategy", ["auto", "breakable"])
+@pytest.mark.parametrize("when", ["before", "used before", "after", "wrapped"])
+def test_a_model_that_is_compiled_too_is_served_and_counted(
+    when: str, strategy: str, make: Make, graphed: Make, ids: Make
+) -> None:
+    model, prompt = make(), ids(1, 9)
+    with torch.inference_mode():
+        want, text = model(prompt).logits, model.generate(prompt, max_new_tokens=4, do_sample=False)
+        if "before" in when:
+            model.compile(backend="eager")
+        if when == "used before":
+            model(prompt)
+        handle = graphed(model, strategy=strategy)
+        if when == "after":
+            model.compile(backend="eager")
+        call = torch.compile(model, backend="eager") if when == "wrapped" else model
+        for _ in range(3):
+            torch.testing.assert_close(call(prompt).logits, want)
+            assert torch.equal(call.generate(prompt, max_new_tokens=4, do_sample=False), text)
+        assert handle.stats.warmed + handle.stats.captured + handle.stats.replayed >= 15 and handle.stats.replayed > 9
+        call(prompt, output_hidden_states=True)
+        assert handle.stats.reasons["output_hidden_states was asked for"] == 1
+        handle.restore()
+        torch.testing.assert_close(call(prompt).logits, want)
+
+
+def test_a_model_that_is_to_be_compiled_whole_says_what_stands_in_the_way(make: Make, graphed: Make, ids: Make) -> None:
+    model, prompt = make(), ids(1, 9)
+    graphed(model, strategy="breakable")
+    with torch.inference_mode(), pytest.raises(Exception, match=r"an accelerated model runs out of segue's graphs: restore\(\)"):
+        torch.compile(lambda x: model.base_model(x)[0] + 1, backend="eager", fullgraph=True)(prompt)

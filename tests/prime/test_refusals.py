@@ -186,6 +186,19 @@ def test_a_trunk_that_no_graph_can_hold_is_refused_by_name(device: Device, kind:
         assert prime.run(prompt(5, device), prime.trunk.new_cache(16)).logits.isfinite().all()
 
 
+def test_a_fresh_layer_whose_mode_makes_no_difference_may_be_put_into_a_trunk(device: Device, dense_trunk: Any) -> None:
+    prime = segue.PrimeGraph(dense_trunk, bucket=16, device=device, cuts=[])
+    dense_trunk.mlp[1][1] = torch.nn.ReLU()
+    dense_trunk.norm = torch.nn.LayerNorm(32, device=device.torch_device).requires_grad_(False)
+    prime.recapture()
+    tokens = torch.arange(7, device=device.torch_device)
+    result = prime.run(tokens, dense_trunk.new_cache(16))
+    torch.testing.assert_close(result.logits, prime.reference(tokens).logits)
+    dense_trunk.mlp[1][1] = torch.nn.Dropout()
+    with pytest.raises(segue.SegueError, match=r"Dropout 'mlp.1.1' is in training mode"):
+        prime.recapture()
+
+
 def test_a_trunk_in_training_mode_is_refused(device: Device, dense_trunk: Any) -> None:
     dense_trunk.mlp[1].train()
     with pytest.raises(segue.SegueError, match=r"Sequential 'mlp.1' is in training mode"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from runner.rows import close
-from segue.errors import InputError
+from segue.errors import InputError, NoBucketError
 from segue.runner import Input
 from segue.runner.calls import Binder
 
@@ -204,3 +204,54 @@ def test_a_context_may_come_by_position_or_by_name():
     binder.place(torch.device("cpu"))
     for args, named in (((x, ctx), None), ((x,), ctx), ((x, None), ctx)):
         assert binder.read(args, {}, named).ctx is ctx
+
+
+def scaled_rows(x, lens, scale=None):
+    y = x * 2 + lens[:, None, None]
+    return y if scale is None else y * scale
+
+
+ROWS = {"x": Input(1, 0.0), "lens": Input(), "scale": Input(optional=True)}
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_batch_of_another_size_than_the_first_runs_eager_and_is_counted(make, model, captured):
+    runner = make(scaled_rows, ROWS, [4], output_token_dim=1)
+
+    def call(batch, *more):
+        x = model.x(batch * 3).reshape(batch, 3, 4)
+        lens = torch.arange(float(batch), device=model.device)
+        assert close(runner(x, lens, *more), scaled_rows(x, lens, *more))
+
+    for _ in range(3 if captured else 1):
+        call(2)
+    for batch in (3, 1, 5):
+        call(batch)
+        call(batch, torch.ones(batch, 1, 4, device=model.device))  # teaches nothing of an input that is new
+    before = runner.stats.replayed
+    call(2)
+    for _ in range(3):
+        call(2, torch.ones(2, 1, 4, device=model.device))
+    assert dict(runner.stats.reasons) == {"an input of another size than in the first call": 6}
+    assert runner.stats.replayed == before + 1 + captured
+
+
+def test_another_batch_is_refused_where_a_shape_is_declared_or_nothing_may_run_eager(make, model):
+    lens = torch.zeros(2, device=model.device)
+    x = model.x(6).reshape(2, 3, 4)
+    other = model.x(9).reshape(3, 3, 4)
+    declared = make(scaled_rows, {**ROWS, "x": Input(1, 0.0, shape=(2, None, 4))}, [4], output_token_dim=1)
+    strict = make(scaled_rows, ROWS, [4], output_token_dim=1, strict=True)
+    plain = make(scaled_rows, ROWS, [4], output_token_dim=1)
+    for runner in (declared, strict, plain):
+        runner(x, lens)
+    with pytest.raises(InputError, match=r"input 'x' has shape \[3, 3, 4\]"):
+        declared(other, torch.zeros(3, device=model.device))
+    with pytest.raises(NoBucketError, match=r"another size than in the first call\): input 'x' has shape \[3, 3, 4\]; the"):
+        strict(other, torch.zeros(3, device=model.device))
+    for run in (plain.reference, plain.capture, plain.check):
+        with pytest.raises(InputError, match=r"input 'x' has shape \[3, 3, 4\]; the runner's buffers hold \[2, rows, 4\]"):
+            run(other, torch.zeros(3, device=model.device))
+    for bad in (other.double(), other[..., :3], other.to("meta")):
+        with pytest.raises(InputError, match="input 'x'"):
+            plain(bad, torch.zeros(3, device=model.device))

@@ -47,6 +47,19 @@ def test_a_failed_capture_is_retried_eagerly_counted_and_logged_once(make, model
     assert runner.stats.replayed == 1
 
 
+def test_a_capture_without_memory_is_counted_as_such(make, model):
+    def fn(x):
+        if segue.capture_phase() is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return x * 2
+
+    runner = make(fn, INPUTS, [8], on_failure="eager")
+    for _ in range(3):
+        assert close(runner(model.x(8)), model.x(8) * 2)
+    assert dict(runner.stats.reasons) == {"a failed capture: out of memory": 2}
+    assert runner.explain(7) == "7 tokens: eager, a failed capture: out of memory (bucket 8)"
+
+
 def test_strict_raises_for_a_failed_capture(make, model):
     runner = make(reads_host, INPUTS, [8], on_failure="eager", strict=True)
     runner(model.x(8))

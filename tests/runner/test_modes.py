@@ -123,3 +123,46 @@ def test_a_global_with_the_name_of_an_attribute_is_not_taken_for_reached(make, d
     exec("def fn(x):\n    return Box.layer(x)", space)
     x = torch.randn(3, 4, device=device.torch_device)
     assert close(make(space["fn"], {"x": Input(0, 0.0)}, [4])(x), Box.layer(x))
+
+
+FRESH = {
+    "GELU": nn.GELU,
+    "Identity": nn.Identity,
+    "Sequential": lambda: nn.Sequential(nn.SiLU(), nn.LayerNorm(4)),
+}
+
+
+@pytest.mark.parametrize("fresh", FRESH)
+def test_a_fresh_layer_whose_mode_makes_no_difference_may_be_put_into_a_model(make, device, fresh):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(device.torch_device).eval().requires_grad_(False)
+    runner = make(model, {"input": Input(0, 0.0)}, [4])
+    for n in LENGTHS:
+        runner(torch.randn(n, 4, device=device.torch_device))
+    model[1] = FRESH[fresh]().to(device.torch_device).requires_grad_(False)
+    assert model[1].training
+    runner.recapture()
+    for n in LENGTHS:
+        x = torch.randn(n, 4, device=device.torch_device)
+        assert close(runner(x), model(x))
+    assert runner.stats.replayed >= 1
+    model[1] = nn.Dropout()
+    with pytest.raises(UsageError, match=r"Dropout '1' is in training mode"):
+        runner.recapture()
+
+
+def drops(module, x):
+    return nn.functional.dropout(x, 0.5, module.training)
+
+
+class ByAHelper(nn.Module):
+    """Hands itself to a function that looks at its mode."""
+
+    def forward(self, x):
+        return drops(self, x)
+
+
+def test_a_layer_whose_helper_looks_at_its_mode_is_refused_in_training_mode(make, device):
+    model = nn.Sequential(ByAHelper()).to(device.torch_device).eval()
+    model[0].train()
+    with pytest.raises(UsageError, match=r"ByAHelper '.*0' is in training mode"):
+        make(model, {"input": Input(0, 0.0)}, [4])(torch.randn(3, 4, device=device.torch_device))

@@ -44,6 +44,23 @@ def test_an_eager_call_of_the_outer_runner_may_call_the_inner_one(make, model):
     assert inner.stats.replayed == 2
 
 
+def test_a_runner_that_only_breaks_of_others_call_says_why_it_has_no_graph(make, model, caplog):
+    inner = make(model, INPUTS, [4])
+    live = segue.break_point(trim=("x",))(lambda x: inner(x))
+    outer = make(lambda x: live(x * 1) + 1, INPUTS, [4])
+    with caplog.at_level("WARNING", "segue"):
+        for i in range(4):
+            assert close(outer(model.x(3, i)), model(model.x(3, i)) + 1)
+    assert outer.stats.replayed == 2
+    assert (inner.stats.warmed, inner.stats.captured, inner.stats.eager) == (1, 0, 3)
+    assert inner.stats.reasons == {"inside another forward, where nothing can be captured": 3}
+    said = [r.getMessage() for r in caplog.records if "inside another forward" in r.getMessage()]
+    assert len(said) == 1 and "Capture it ahead: runner.capture(" in said[0] and "bucket 4" in said[0]
+    inner.capture(model.x(3))
+    assert close(outer(model.x(3, 9)), model(model.x(3, 9)) + 1)
+    assert inner.stats.replayed == 1 and inner.stats.eager == 3
+
+
 def test_a_break_that_goes_on_after_a_refused_replay_has_not_lost_the_outer_calls_inputs(make, device):
     other: list[torch.Tensor] = []
     refused: list[str] = []

@@ -21,6 +21,7 @@ from segue.capture.nested import around, parts_of
 from segue.capture.op_watch import OpWatch
 from segue.capture.thread_state import state
 from segue.capture.views import cut_rows, weak_ref_tensor
+from segue.capture.wrappers import refuse_wrapper
 from segue.errors import CaptureError, ReplayError
 
 Make = Callable[[], Any]  # gives an argument's value for the forward that is running
@@ -106,6 +107,7 @@ class BoundArguments:
         return self._container(name, value)
 
     def _tensor(self, name: str, t: Tensor) -> Tensor:
+        refuse_wrapper(t, f"{self._where}: argument {name!r}")
         if t.layout is not torch.strided or not t.untyped_storage().nbytes():
             return t
         if self._op_watch.pool.owns(t):

@@ -21,6 +21,7 @@ from segue.capture.nested import Branch, StructureChanged, Take, leaves, parts_o
 from segue.capture.op_watch import OpWatch
 from segue.capture.thread_state import state
 from segue.capture.views import cut_rows
+from segue.capture.wrappers import refuse_wrapper
 from segue.errors import CaptureError, ReplayError, UsageError
 
 # From a leaf's value, path and token dimension: what takes it at a replay, and what the forward goes on with now.
@@ -67,7 +68,7 @@ def break_point(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return spec.call(args, kwargs)
 
-    _torch.dynamo_boundary(wrapper)
+    _torch.dynamo_boundary(wrapper, "a segue break point runs eagerly between two graphs")
     mark_break(wrapper)
     return wrapper
 
@@ -258,6 +259,7 @@ class Break:
         def on_leaf(value: Any, path: str, token_dim: int | None) -> tuple[Take, Any]:
             if not isinstance(value, Tensor):
                 return self._check_unchanged(path, value, contexts), value
+            refuse_wrapper(value, f"{self.where}: {path}")
             if self._op_watch is not None and value.device != self._op_watch.pool.device.torch_device:
                 raise CaptureError(
                     f"{self.where}: {path} is on {value.device}, and segments run on {self._op_watch.pool.device.name}. Move it "

@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, SupportsIndex, cast
 
 import torch
+from torch import Tensor
 
-from segue import _source_lines, devices
+from segue import _source_lines, _torch, devices
 from segue.capture.break_points import Break, BreakSpec
 from segue.capture.externals import External, Externals
 from segue.capture.isolation import forget_casts, no_garbage_collection, one_capture, tuned_kernel, uninterrupted
@@ -20,8 +21,9 @@ from segue.capture.op_watch import OpWatch
 from segue.capture.places import Places, tensors_held
 from segue.capture.program import Program, Step, row_count
 from segue.capture.thread_state import state
+from segue.capture.wrappers import with_collectives_done
 from segue.devices import Device, Pool, Recording, Segment
-from segue.errors import CaptureError, GraphMemoryError, ReplayError, SegueError, UsageError
+from segue.errors import CaptureError, GraphMemoryError, ReplayError, SegueError, UsageError, no_copy
 
 log = logging.getLogger("segue")
 
@@ -234,6 +236,9 @@ class BreakableCapture:
         finally:
             del first, error  # the traceback holds this frame, and the frames of the forward with all their tensors
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        raise no_copy(self.name, "Make a new capture of the copy.")
+
     def at_end(self, fn: Callable[[], object]) -> None:
         """Have ``fn()`` called when the whole forward has run, while nothing else can replay in the pool.
 
@@ -277,7 +282,10 @@ class BreakableCapture:
         """
         where = f"{self.name}, after segment {self.graphs}: break {spec.label} called at {_source_lines.caller()}"
         try:
+            # A collective that the segment began must end in it, and one from outside can't be waited for in a graph.
+            args, kwargs = _waited(args, kwargs, self.pool.owns)
             self._end_segment()
+            args, kwargs = _waited(args, kwargs, lambda t: True)
             state.phase = "break"
             step = Break(spec, args, kwargs, into, watch=self._op_watch, where=where)
             if self._leftovers is not None:
@@ -425,7 +433,14 @@ class BreakableCapture:
                 f"{self.name}: the triton kernel {kernel} had to be tuned while segment {self.graphs} was recorded, and tuning "
                 "runs and times it. Run the forward once at this shape before the capture; a runner's warm-up does."
             )
-        return None
+        return self.device.clearer_error(error)
+
+
+_torch.dynamo_boundary(BreakableCapture.replay, "a segue capture replays graphs of its own")
+
+
+def _waited(args: tuple[Any, ...], kwargs: dict[str, Any], which: Callable[[Tensor], bool]) -> tuple[Any, dict[str, Any]]:
+    return tuple(with_collectives_done(a, which) for a in args), {k: with_collectives_done(v, which) for k, v in kwargs.items()}
 
 
 def _restore_state(before: tuple[Any, ...]) -> None:

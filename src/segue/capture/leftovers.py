@@ -25,7 +25,7 @@ from segue.capture.code_names import globals_of, is_library
 from segue.capture.compiled import Compiled
 from segue.capture.context_paths import PLAIN, slots
 from segue.capture.object_graph import OF_EVERY_MODULE, Place, is_users, visits, walk
-from segue.errors import CaptureError
+from segue.errors import LeftBehindError
 
 _CONTEXT_LEVELS = 3  # an engine's context leads to objects that other threads change meanwhile
 _DEPTH = 6  # of values that are compared
@@ -53,10 +53,6 @@ def listing() -> Iterator[list[str]]:
         yield _listing.texts
     finally:
         _listing.texts = before
-
-
-class LeftBehindError(CaptureError):
-    """The forward has run, so what it did to the user's objects is done: a second run would do it twice."""
 
 
 class _Container:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterable
 from operator import attrgetter, itemgetter
+from types import CodeType, FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,3 +72,26 @@ class ModuleChecks:
             "gradients, so a loss would have no way back. Run it under torch.inference_mode() or torch.no_grad(), or freeze "
             "the model: .requires_grad_(False)"
         )
+
+
+def mode_matters(module: nn.Module) -> bool:
+    """Whether training mode can make a difference to a module itself: its class, or a function that this calls, looks at
+    ``training``, or its forward was replaced.
+    """
+    cls: Any = type(module)
+    return "forward" in vars(module) or _asks(cls)
+
+
+@functools.lru_cache(maxsize=4096)
+def _asks(cls: type[nn.Module]) -> bool:
+    own = cls.__mro__[: cls.__mro__.index(nn.Module)]
+    methods = [inspect.unwrap(f) for c in own for f in vars(c).values() if isinstance(f, FunctionType)]
+    functions = [f for f in methods if isinstance(f, FunctionType)]
+    helpers = [f.__globals__.get(name) for f in functions for name in f.__code__.co_names]
+    return any(_mentions(f.__code__) for f in (*functions, *(h for h in helpers if isinstance(h, FunctionType))))
+
+
+def _mentions(code: CodeType) -> bool:
+    return "training" in code.co_names or any(
+        _mentions(c) if isinstance(c, CodeType) else isinstance(c, str) and c == "training" for c in code.co_consts
+    )

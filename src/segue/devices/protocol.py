@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from segue.errors import CaptureError
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -154,6 +156,11 @@ class Device(Protocol):
         """Run ``fn``, and let what follows wait for what it leaves on other streams.
 
         Returns what ``fn`` returns, and whether it used another stream.
+        """
+
+    def clearer_error(self, error: BaseException) -> CaptureError | None:
+        """A clearer error in the place of one that reached a capture, while it recorded a segment, without passing through an op
+        that the recording was given; None if the device has nothing to say about it.
         """
 
     def synchronize(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from segue.capture.module_checks import ModuleChecks
 from segue.capture.places import Places
 from segue.capture.thread_state import state
 from segue.devices import Device, Pool
-from segue.errors import UsageError
+from segue.errors import UsageError, no_copy
 from segue.prime.copyout import CopyOut
 from segue.prime.cuts import Pattern
 from segue.prime.fixed_inputs import Inputs
@@ -197,6 +197,9 @@ class PrimeGraph:
         self._closed = True
         self._bound.forward.close()
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        raise no_copy(self.name, "Copy or pickle the trunk without it, and make a new PrimeGraph of the copy.")
+
     def __enter__(self) -> PrimeGraph:
         return self
 
@@ -257,6 +260,9 @@ class PrimeGraph:
     def _places(self) -> Places:
         """The names that the trunk reaches, and what it decides by now."""
         return places_of(self.trunk)
+
+
+_torch.dynamo_boundary(PrimeGraph.run, "a segue prime graph replays graphs of its own")
 
 
 @dataclass(frozen=True)

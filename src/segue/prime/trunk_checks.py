@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from segue.capture.module_checks import ModuleChecks
+from segue.capture.module_checks import ModuleChecks, mode_matters
 from segue.errors import UsageError
 
-_MODELESS = (nn.Linear, nn.Embedding)  # made anew, as by a resized vocabulary, they compute the same without .eval()
 _METHODS = ("embed", "new_cache", "reset", "forward", "head", "state", "get_length", "set_length")
 
 
@@ -29,9 +28,14 @@ def check_trunk(trunk: Any, name: str) -> None:
 
 
 def trunk_checks(trunk: Any, name: str) -> ModuleChecks:
-    """The checks of all modules that ``trunk`` is or has, their parameters and buffers, and its own tensors."""
+    """The checks of the modules that ``trunk`` is or has, of their parameters and buffers, and of its own tensors.
+
+    A layer that was made anew, as by a resized vocabulary, computes the same in training mode. What has layers in it counts
+    whole: somebody has called its ``train()``.
+    """
     roots = _roots(trunk)
-    modules = {id(m): (path, m) for root in reversed(roots) for path, m in root.named_modules() if type(m) not in _MODELESS}
+    every = [(path, m) for root in reversed(roots) for path, m in root.named_modules()]
+    modules = {id(m): (path, m) for path, m in every if m._modules or mode_matters(m)}
     named = [item for root in roots for item in (*root.named_parameters(), *root.named_buffers())]
     named += [(key, value) for key, value in _attributes(trunk).items() if isinstance(value, Tensor)]
     tensors = {id(t): (path, t) for path, t in reversed(named)}

@@ -12,6 +12,7 @@ from segue.runner.ladder import Ladder
 EAGER = "eager"
 NO_BUCKET = "no bucket fits"
 PADDING = "max_padding"
+OTHER_SIZE = "an input of another size than in the first call"
 FITS = "smallest bucket that fits"
 
 

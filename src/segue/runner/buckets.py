@@ -6,9 +6,10 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from segue import _torch
-from segue.capture.leftovers import LeftBehindError
-from segue.errors import InputError, ReplayError, UsageError
+from segue.errors import InputError, LeftBehindError, ReplayError, UsageError
 from segue.runner.admission import Decision
 from segue.runner.bucket_recorder import BucketRecorder, may_capture
 from segue.runner.calls import Call, Key
@@ -26,6 +27,8 @@ Route = tuple[Key, int, int, str, tuple[int | None, int | None] | None]
 
 _MOST_ROUTES = 8192
 FAILED = "a failed capture"
+INSIDE = "inside another forward, where nothing can be captured"
+OUT_OF_MEMORY = "a failed capture: out of memory"
 VARIANTS = "too many variants"
 
 
@@ -73,6 +76,7 @@ class Buckets:
         self.failed: dict[Slot, str] = {}
         self.warmed: dict[Slot, Signature] = {}
         self.variants: set[Key] = set()
+        self._said_inside = False
         self.warned_no_break = False  # the log says that a forward met no break point
 
     def serve(self, call: Call, d: Decision) -> Any:
@@ -101,16 +105,34 @@ class Buckets:
             if captured is not None:
                 return captured.run(call) if self._verifier is None else self._verifier.run(call, captured, recorder, strategy)
             self._guard.check(recorder.device.torch_device)
-            if slot not in self.warmed or not may_capture():
-                answer = self.warm(call, d.bucket, d.requests, call.ctx, strategy).give(call.tokens, call.requests)
-                answer = Lease(answer, None) if self._lease else answer
-            else:
+            first = slot not in self.warmed
+            inside = not first and not may_capture()
+            if not first and not inside:
                 self._refuse_over_budget(d.bucket)
                 answer = self.capture(call, d.bucket, d.requests, call.ctx, strategy)
                 self._keep_to_budget(slot)
+            else:
+                answer = self.warm(call, d.bucket, d.requests, call.ctx, strategy).give(call.tokens, call.requests)
+                answer = Lease(answer, None) if self._lease else answer
             call.write_back()
-            recorder.counters.served(d.bucket, call.tokens)
+            if inside:
+                self._count_inside(d.bucket)
+            else:
+                recorder.counters.served(d.bucket, call.tokens)
             return answer
+
+    def _count_inside(self, bucket: int) -> None:
+        """Count a call that ran the reference again because it came from inside another forward. Said once."""
+        self.recorder.counters.fell_back(INSIDE)
+        if not self._said_inside:
+            self._said_inside = True
+            log.warning(
+                "segue: bucket %s of the runner of %s is called %s, so it has no graph. Capture it ahead: "
+                "runner.capture(an example call), or call it twice outside",
+                bucket,
+                self.recorder.binder.label,
+                INSIDE,
+            )
 
     def warm(self, call: Call, bucket: int, requests: int | None, ctx: Any, strategy: Strategy | None = None) -> Layout:
         """Run a bucket's reference as its warm-up, and keep what it showed of inputs and outputs.
@@ -121,8 +143,9 @@ class Buckets:
         layout = self.recorder.warm(call, self.recorder.stage(call, bucket, requests), ctx, strategy)
         self.recorder.binder.keep(call)
         self.variants.add(call.key)
-        self.warmed[call.key, bucket, requests] = layout.signature()
-        self.recorder.counters.warmed += 1
+        slot = (call.key, bucket, requests)
+        self.recorder.counters.warmed += slot not in self.warmed
+        self.warmed[slot] = layout.signature()
         return layout
 
     def capture(self, call: Call, bucket: int, requests: int | None, ctx: Any, strategy: Strategy) -> Any:
@@ -141,12 +164,12 @@ class Buckets:
         except Exception as e:
             if not self._retry or _torch.device_is_lost(e):
                 raise
-            self.failed[slot] = FAILED
+            reason = self.failed[slot] = OUT_OF_MEMORY if isinstance(e, torch.OutOfMemoryError) else FAILED
             log.warning("segue: %s runs eager from now on: %s: %s", job.name, type(e).__name__, e)
             if job.launched or isinstance(e, LeftBehindError):
                 e.add_note(f"{job.name}: part of this call has run, so it isn't retried eagerly; later calls run eager")
                 raise
-            raise RunsEager(FAILED) from e
+            raise RunsEager(reason) from e
         self.graphs[slot] = captured
         if not captured.program.breaks and not self.warned_no_break and not getattr(strategy, "whole", False):
             self.warned_no_break = True

@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segue import _source_lines
+from segue import _source_lines, _torch
 from segue.capture.nested import around, parts_of
 from segue.errors import InputError, UsageError
 from segue.runner.inputs import Declared, Leaf, Spec, leaves
 
 Key = tuple[Any, ...]  # which optional inputs are there, and the plain flags: a variant, with graphs of its own
 PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
+_UNLIKE = "another size"  # in the key of a call that is unlike the first, so that no graph is found for it
 _MISSING: Any = inspect.Parameter.empty
 _RESERVED = ("decision",)
 _MOST_ACCEPTED = 1024
-_metadata = attrgetter("shape", "dtype", "layout", "device")  # with ``requires_grad``, all that decides whether a tensor fits
+# With ``requires_grad``, all that decides whether a tensor fits.
+_metadata = attrgetter("shape", "dtype", "layout", "device", "__class__")
 Metadata = tuple[Any, ...]
 
 
@@ -29,10 +31,11 @@ class Call:
     """One call, bound: values by parameter, tensors by declared input (None where absent), and its counts.
 
     ``key``: the variant. ``tokens``, ``requests``: real ones; ``requests`` is -1 without a request axis. ``foreign``: whether
-    some tensors are on the CPU and the runner isn't.
+    some tensors are on the CPU and the runner isn't. ``unlike``: where an input is of another size than in the first call, so
+    that no buffer holds it, the error that says so.
     """
 
-    __slots__ = ("ctx", "foreign", "key", "requests", "specs", "tensors", "tokens", "updates", "values")
+    __slots__ = ("ctx", "foreign", "key", "requests", "specs", "tensors", "tokens", "unlike", "updates", "values")
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class Call:
         self.values, self.ctx, self.tensors, self.key = values, ctx, tensors, key
         self.tokens, self.requests, self.foreign = tokens, requests, foreign
         self.specs: Sequence[tuple[Leaf, Spec]] = ()  # shown by this call, and kept once it has succeeded
+        self.unlike: InputError | None = None
         self.updates: Sequence[tuple[int, Tensor]] = ()  # places of its tensors that the forward wrote, with what they hold then
 
     def write_back(self) -> None:
@@ -150,7 +154,18 @@ class Binder:
         return values, ctx
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any) -> Call:
-        """Bind and check one call.
+        """Bind and check one call that is to fit the buffers.
+
+        Raises:
+            InputError: as :meth:`read_any`; or an input is of another size than in the first call.
+        """
+        call = self.read_any(args, kwargs, ctx)
+        if call.unlike is not None:
+            raise call.unlike
+        return call
+
+    def read_any(self, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any) -> Call:
+        """Bind and check one call, which may be ``unlike`` the first.
 
         Raises:
             InputError: an argument is missing, extra, or not what its input is declared as.
@@ -167,24 +182,30 @@ class Binder:
             except (AttributeError, TypeError):  # something else than a tensor: refused below
                 metadata = None
         specs: Sequence[tuple[Leaf, Spec]] = ()
+        unlike = None
         if counts is None:
-            counts, specs = self._check(tensors)
-            if metadata is not None and not specs:  # a spec that this call shows is forgotten if the call fails
+            counts, specs, unlike = self._check(tensors)
+            if metadata is not None and not specs and not unlike:  # a spec that this call shows is forgotten if the call fails
                 if len(self._accepted) >= _MOST_ACCEPTED:
                     self._accepted.clear()
                 self._accepted[metadata] = counts
         key = () if self._plain_key else self._key(values, tensors, ctx)
         call = Call(values, ctx, tensors, key, *counts)
-        if specs:
+        if unlike is not None:
+            call.unlike, call.key = unlike, (*key, _UNLIKE)
+        elif specs:
             call.specs = specs
         return call
 
-    def _check(self, tensors: Sequence[Any]) -> tuple[tuple[int, int, bool], Sequence[tuple[Leaf, Spec]]]:
+    def _check(
+        self, tensors: Sequence[Any]
+    ) -> tuple[tuple[int, int, bool], Sequence[tuple[Leaf, Spec]], InputError | None]:
         """Check the values of all declared inputs. Returns the token count, the request count and whether some are on the CPU
-        while the runner isn't; and the specs of inputs that no call has shown before.
+        while the runner isn't; the specs of inputs that no call has shown before; and the error of an input of another size.
         """
         device, grad = self.device, torch.is_grad_enabled()
         shown: list[tuple[Leaf, Spec]] = []
+        unlike: InputError | None = None
         tokens = requests = -1
         foreign = False
         for leaf, t in zip(self.leaves, tensors, strict=True):
@@ -207,11 +228,15 @@ class Binder:
                         and (dim == 0 or shape[:dim] == spec.head)
                     )
                 fits = fits and t.dtype is spec.dtype and t.layout is torch.strided and not (grad and t.requires_grad)
+                fits = fits and not _is_refused_wrapper(t)
                 home = t.device == device
             except AttributeError:
                 fits = home = False
             if not fits or not (home or t.device.type == "cpu"):
-                raise leaf.refuse(t, spec, self.device)  # type: ignore[arg-type]
+                error = leaf.refuse(t, spec, self.device)  # type: ignore[arg-type]
+                if not leaf.is_of_another_size(t, spec) or not (home or t.device.type == "cpu"):
+                    raise error
+                unlike = unlike or error
             foreign = foreign or not home
             if leaf.token:
                 count = shape[dim] - leaf.extra
@@ -225,7 +250,7 @@ class Binder:
                     )
         if tokens < 0:
             raise InputError(f"{self.label}: no token-shaped input was given, so the call has no token count")
-        return (tokens, requests, foreign), shown
+        return (tokens, requests, foreign), shown, unlike
 
     def defaults(self) -> Sequence[Any]:
         """Values for all parameters without an example: their defaults, None for inputs.
@@ -303,7 +328,7 @@ class Binder:
 
     def _learn(self, leaf: Leaf, t: Any) -> Spec:
         assert self.device is not None
-        if not isinstance(t, Tensor) or t.layout is not torch.strided:
+        if not isinstance(t, Tensor) or t.layout is not torch.strided or _is_refused_wrapper(t):
             raise leaf.refuse(t, None, self.device)
         return leaf.learn(t, self.device)
 
@@ -413,6 +438,10 @@ def _built(declared: Any, tensors: Any) -> Any:
 
 def _child(value: Any, key: Any) -> Any:
     return None if value is None else dict(parts_of(value) or ()).get(key)
+
+
+def _is_refused_wrapper(t: Tensor) -> bool:
+    return _torch.is_wrapper(t) and not _torch.is_under_way(t)
 
 
 def _metadata_or_none(t: Any) -> Metadata | None:

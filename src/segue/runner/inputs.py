@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from segue import _torch
 from segue.errors import InputError, UsageError
 
 Pad = bool | int | float | Literal["edge"]
@@ -27,7 +28,8 @@ class Input:
             again). A token- or request-shaped input must say, because engines contradict each other on it.
         optional: the argument may be None; with and without it are two variants, each with graphs of its own.
         shape: sizes of all dimensions, None at the token or request dimension. Given with ``dtype`` for every input, it
-            lets ``capture()`` go without an example. Otherwise the first call shows it.
+            lets ``capture()`` go without an example. Otherwise the first call shows it, and a later one of another size, such as
+            of a larger batch, runs eager. With another number of features it is refused.
         dtype: likewise.
         request_dim: the dimension with one row a request (sequence); these have a ladder of their own
             (``request_buckets``).
@@ -148,6 +150,11 @@ class Leaf:
         who = f"input {self.name!r}"
         if not isinstance(t, Tensor):
             return InputError(f"{who} is declared as a tensor and is a {type(t).__qualname__}")
+        if _torch.is_wrapper(t):
+            return InputError(
+                f"{who} is of type {type(t).__qualname__}, which wraps another tensor and has no memory of its own. Hand over "
+                "the tensor inside it (.to_local() of a DTensor)"
+            )
         if t.layout is not torch.strided:
             return InputError(f"{who} has layout {t.layout}; a fixed buffer holds strided tensors only")
         if t.device != device and t.device.type != "cpu":
@@ -170,6 +177,17 @@ class Leaf:
                 f"{who} has {t.dim()} dimensions, {list(t.shape)}; the runner's buffers hold {spec.describe()}"
             )
         return InputError(f"{who} has shape {list(t.shape)}; the runner's buffers hold {spec.describe()}")
+
+    def is_of_another_size(self, t: Any, spec: Spec) -> bool:
+        """Whether a value that is refused is of another size than in the first call, and else what it was.
+
+        The last dimension holds a row's features. The others are sizes that calls may choose, such as of a batch.
+        """
+        if self.declared.shape is not None or not isinstance(t, Tensor) or t.dim() != spec.rank or t.dtype is not spec.dtype:
+            return False
+        if t.layout is not torch.strided or _torch.is_wrapper(t) or (t.requires_grad and torch.is_grad_enabled()):
+            return False
+        return spec.rank == 1 or spec.dim == spec.rank - 1 or t.shape[-1] == spec.sizes(0)[-1]
 
     def _check_pad(self, dtype: torch.dtype) -> None:
         pad = self.declared.pad

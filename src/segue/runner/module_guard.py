@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from segue import _source_lines
-from segue.capture.module_checks import ModuleChecks
+from segue.capture.module_checks import ModuleChecks, mode_matters
 from segue.capture.object_graph import reached
 from segue.errors import InputError, UsageError
 
@@ -20,8 +18,8 @@ from segue.errors import InputError, UsageError
 class ModuleGuard:
     """The ``nn.Module`` that a function is, or is a method of, and the modules and tensors that it reaches by name.
 
-    ``root`` is None where there is none. Of modules that the function only reaches, those matter whose code asks for their
-    mode: a ``Linear`` that was never put in evaluation mode computes the same.
+    ``root`` is None where there is none. Of all other modules those matter whose code asks for their mode: a ``Linear`` that was
+    never put in evaluation mode computes the same.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -58,7 +56,8 @@ class ModuleGuard:
         """
         self.check_place(place)
         if self.root is not None:
-            ModuleChecks(self.root.named_modules(), (), self._label).check_modes()
+            modules = [(name, m) for name, m in self.root.named_modules() if m is self.root or mode_matters(m)]
+            ModuleChecks(modules, (), self._label).check_modes()
         self._find().check_modes()
 
     def forget(self) -> None:
@@ -71,7 +70,7 @@ class ModuleGuard:
 
     def _find(self) -> ModuleChecks:
         found = list(reached(self._fn))
-        modules = [(name, m) for name, m in found if isinstance(m, nn.Module) and (m is self.root or _asks(m))]
+        modules = [(name, m) for name, m in found if isinstance(m, nn.Module) and (m is self.root or mode_matters(m))]
         tensors = [(name, t) for name, t in found if isinstance(t, Tensor)]
         named = [("" if m is self.root else name, m) for name, m in modules]
         self._checks = checks = ModuleChecks(named, tensors, self._label, gradient_error=InputError)
@@ -86,22 +85,3 @@ class ModuleGuard:
                 raise UsageError(
                     f"{name} is on {t.device}, and the runner is on {place}. Move the module: .to({str(place)!r})"
                 )
-
-
-def _asks(module: nn.Module) -> bool:
-    """Whether the mode of a module can make a difference: its class looks at ``training``, or its forward was replaced."""
-    cls: Any = type(module)
-    return "forward" in module.__dict__ or _class_asks(cls)
-
-
-@functools.lru_cache(maxsize=4096)
-def _class_asks(cls: type[nn.Module]) -> bool:
-    own = cls.__mro__[: cls.__mro__.index(nn.Module)]
-    functions = [inspect.unwrap(f) for c in own for f in vars(c).values() if isinstance(f, FunctionType)]
-    return any(_mentions(f.__code__) for f in functions if isinstance(f, FunctionType))
-
-
-def _mentions(code: CodeType) -> bool:
-    return "training" in code.co_names or any(
-        _mentions(c) if isinstance(c, CodeType) else isinstance(c, str) and c == "training" for c in code.co_consts
-    )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from segue.capture import weak_ref_tensor
 from segue.capture.nested import Tree, take_apart
+from segue.capture.wrappers import refuse_wrapper, with_collectives_done
 from segue.devices import Pool
 from segue.errors import CaptureError, ReplayError, UsageError
 
@@ -72,7 +73,7 @@ class Outputs:
 
         Raises:
             UsageError: the declared structure doesn't fit, or an output can't be told to be token-shaped or not.
-            CaptureError: an output is neither a tensor nor a plain value.
+            CaptureError: an output is neither a plain value nor a tensor with memory of its own.
         """
         where = f"{self._label}, bucket {tokens}"
         try:
@@ -83,10 +84,13 @@ class Outputs:
         loose = self._token_dim is None or isinstance(self._token_dim, int)
         parts: list[Part] = []
         for (path, value, dim), request_dim in zip(tree.leaves, request_dims, strict=True):
+            value = with_collectives_done(value, lambda t: True)
             if not isinstance(value, Tensor):
                 _check_plain(path, value, where, tokens if loose and self._token_dim is not None else None)
                 parts.append((path, value, None, True))
-            elif request_dim is not None:
+                continue
+            refuse_wrapper(value, f"{where}: {path}")
+            if request_dim is not None:
                 parts.append((path, value, _exact(path, value, request_dim, requests, "request", where), False))
             else:
                 parts.append((path, value, _token_shaped(path, value, dim, tokens, loose, where), True))

@@ -25,7 +25,7 @@ class ReplayVerifier:
     """
 
     def __init__(self, every: int, state: Sequence[Tensor]) -> None:
-        self._every, self._count, self._state = every, 0, state
+        self.every, self._count, self._state = every, 0, state
 
     def run(self, call: Call, captured: CapturedBucket, recorder: BucketRecorder, strategy: Strategy) -> Any:
         """Replay the call, and compare it with the reference if it is its turn. Returns the replay's answer.
@@ -34,7 +34,7 @@ class ReplayVerifier:
             ReplayError: it differs from the reference. UsageError: the context can't be copied.
         """
         self._count += 1
-        if self._count % self._every:
+        if self._count % self.every:
             return captured.run(call)
         try:
             ctx = copy.deepcopy(call.ctx)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from segue import devices, environment
+from segue import _torch, devices, environment
 from segue.capture.nested import take_apart
 from segue.capture.thread_state import state as thread
 from segue.devices import Device, Pool
-from segue.errors import NoBucketError, UsageError
+from segue.errors import NoBucketError, UsageError, no_copy
 from segue.runner import options
-from segue.runner.admission import EAGER, Admission, Decision
+from segue.runner.admission import EAGER, OTHER_SIZE, Admission, Decision
 from segue.runner.bucket_recorder import BucketRecorder, run_eager
 from segue.runner.buckets import Buckets, Route, RunsEager
 from segue.runner.calls import Binder, Call
@@ -72,9 +73,13 @@ class GraphRunner:
 
     ``SEGUE=off`` in the environment when the runner is made runs everything eager.
 
+    A deep copy is a runner of a deep copy of ``fn``, without graphs: a module's copy gets one that runs the copy's forward.
+
     Raises:
         UsageError: an option or declaration that means nothing.
     """
+
+    _settles_at_once = True
 
     def __init__(
         self,
@@ -131,7 +136,7 @@ class GraphRunner:
         self._verifier = ReplayVerifier(verify_every, self.state) if verify_every else None
         self._closed, self._opening = False, threading.Lock()
         self._buckets: Buckets | None = None
-        if device is not None or pool is not None or self.guard.device is not None:
+        if self._settles_at_once and (device is not None or pool is not None or self.guard.device is not None):
             self._settle(())
 
     def __call__(self, *args: Any, ctx: Any = None, decision: Decision | None = None, **kwargs: Any) -> Any:
@@ -214,7 +219,7 @@ class GraphRunner:
         if (thread.reference or thread.capture is not None) and not thread.inside_break:
             raise _nested(self._binder.label)
         buckets = self.prepare(*args, **kwargs)
-        call = self._read(args, kwargs, ctx)
+        call = self._binder.read(args, kwargs, ctx)
         d = self._decide(call, decision, None if decision is not None else self._strategy_for(call))
         if d.bucket is None:
             raise NoBucketError(f"reference: {self.admission.explain(call.tokens, call.requests)}")
@@ -286,6 +291,8 @@ class GraphRunner:
         """Answer a call whose route is not known yet. :meth:`Buckets.serve` has the protocol of the bucket that takes it."""
         if self.disabled:
             return self._eager(call, environment.DISABLED)
+        if call.unlike is not None:
+            return self._fall_back(call, OTHER_SIZE)
         decision = self._decide(call, given, route[3])
         if decision.bucket is None or decision.strategy == EAGER:
             return self._fall_back(call, decision.reason)
@@ -302,7 +309,8 @@ class GraphRunner:
     def _fall_back(self, call: Call, reason: str) -> Any:
         if self._strict:
             raise NoBucketError(
-                f"strict=True, and this call would run eager ({reason}): {self.explain(call.tokens, call.requests)}. "
+                f"strict=True, and this call would run eager ({reason}): "
+                f"{call.unlike or self.explain(call.tokens, call.requests)}. "
                 "Add a bucket, or allow eager calls with strict=False"
             )
         return self._eager(call, reason)
@@ -353,7 +361,7 @@ class GraphRunner:
         pool = self._pool or (device.default_pool() if self._budget is None else device.new_pool())
         self._binder = Binder(self.fn, self.inputs)
         self._binder.place(device.torch_device)
-        self._read = self._binder.read
+        self._read = self._binder.read_any
         outputs = Outputs(*self._output_dims, self._binder.label)
         recorder = BucketRecorder(
             self.fn, self._binder, outputs, self._counters, device, pool, self._stream, self.ladder, self.request_ladder
@@ -422,6 +430,34 @@ class GraphRunner:
         if clone._buckets is not None:
             clone._buckets.warned_no_break = True
         return clone
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphRunner:
+        """A runner without graphs of a copy of the function: a module's copy has one that runs the copy.
+
+        Raises:
+            UsageError: it has preferred strategies, which may hold graphs.
+        """
+        if self._preferred:
+            why = f"Its strategies ({', '.join(sorted(self._preferred))}) may hold graphs too: make a new runner for the copy."
+            raise no_copy(f"the runner of {self._binder.label}", why)
+        memo[id(self)] = copied = GraphRunner.__new__(GraphRunner)
+        copied._settles_at_once = False  # its module may be half copied by now
+        fn, make_context, state = copy.deepcopy((self.fn, self.capture_ctx, self.state), memo)
+        GraphRunner.__init__(
+            copied, fn, self.inputs, self.ladder, self._output_dims[0], "lease" if self._lease else "copy", make_context,
+            self.admission.max_padding, self._max_variants, None if self._budget is None else self._budget.limit, state,
+            "eager" if self._retry else "raise", self._strict, self._device_asked, request_buckets=self.request_ladder,
+            output_request_dim=self._output_dims[1], pool=self._pool, stream=self._stream,
+            verify_every=0 if self._verifier is None else self._verifier.every, strategies=self.strategies,
+            progress=self.progress,
+        )  # fmt: skip
+        return copied
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        raise no_copy(f"the runner of {self._binder.label}", "Pickle the function or module without it, and make a new runner.")
+
+
+_torch.dynamo_boundary(GraphRunner.__call__, "a segue runner replays graphs of its own")
 
 
 def _nested(label: str) -> UsageError:

@@ -37,7 +37,7 @@ class SharedMemory:
 
     def check(self, tensors: Sequence[Tensor | None]) -> None:
         """Raise InputError if two of a call's tensors, or one of them and another, share memory that is written."""
-        places = [None if t is None else t.untyped_storage().data_ptr() for t in tensors]
+        places = [None if t is None else _torch.address(t) or None for t in tensors]
         for slot in self._written:
             a = tensors[slot]
             if a is None or not a.numel():

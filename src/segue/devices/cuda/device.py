@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from segue.devices.cuda import raw, side_streams
+from segue.devices.cuda.op_checks import clearer_error
 from segue.devices.cuda.pool import CudaPool, open_captures
 from segue.devices.cuda.recording import CudaRecording
 from segue.devices.protocol import Traits
-from segue.errors import UsageError
+from segue.errors import CaptureError, UsageError
 
 
 class CudaDevice:
@@ -89,6 +90,10 @@ class CudaDevice:
     def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
         """Run ``fn``, and let the current stream wait for others that it used. Returns its result, and whether there were any."""
         return side_streams.ordered(fn)
+
+    def clearer_error(self, error: BaseException) -> CaptureError | None:
+        """What an error of CUDA's means that reached a capture; None if it has nothing to do with the recording."""
+        return clearer_error(error)
 
     def synchronize(self) -> None:
         """Wait until all work on the device is done."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from segue import _torch
 from segue.devices.cuda import raw
+from segue.devices.cuda.op_checks import OpChecks
 from segue.devices.cuda.pool import CudaPool
 from segue.devices.cuda.side_streams import StreamEdges, observing
 from segue.errors import CaptureError, SegueError
@@ -80,7 +80,7 @@ class CudaRecording:
         self._scope = ExitStack()
         self._scope.enter_context(pool.growing())
         self._graph, self._draws = raw.new_graph(), False
-        self._edges = StreamEdges()
+        self._edges, self._ops = StreamEdges(), OpChecks()
         self._scope.enter_context(_fail_on_recompile())
         self._scope.enter_context(observing(self._edges))
         try:
@@ -90,16 +90,20 @@ class CudaRecording:
             raise
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one op, which the stream capture records, and note whether it is given a random generator."""
+        """Run one op, which the stream capture records, and note whether it is given a random generator.
+
+        Raises:
+            CaptureError: CUDA can't record this call.
+        """
         if kwargs and kwargs.get("generator") is not None:
             self._draws = True
-        return _torch.kernel(func)(*args, **kwargs)
+        return self._ops.run(func, args, kwargs)
 
     def commit(self) -> CudaSegment:
         """End the capture and instantiate the graph.
 
         Raises:
-            CaptureError: CUDA had invalidated the capture.
+            CaptureError: CUDA had invalidated the capture. torch.OutOfMemoryError: the driver has no memory for the graph.
             SegueError: cuda-bindings doesn't say whether the graph is empty.
         """
         self._scope.close()
@@ -111,6 +115,8 @@ class CudaRecording:
             self.abort()
             if isinstance(e, SegueError):
                 raise
+            if "out of memory" in str(e):
+                raise torch.OutOfMemoryError(str(e).partition("\n")[0]) from e
             raise CaptureError(_why(str(e))) from e
         return CudaSegment(self._graph, empty, self._edges, self._device, self._draws)
 

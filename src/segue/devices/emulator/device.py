@@ -13,6 +13,7 @@ from segue.devices.emulator import host_guard
 from segue.devices.emulator.pool import EmulatedPool
 from segue.devices.emulator.recording import EmulatedRecording
 from segue.devices.protocol import Traits
+from segue.errors import CaptureError
 
 
 class Emulator:
@@ -61,6 +62,10 @@ class Emulator:
     def ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
         """Run ``fn``. Returns its result, and False: there are no other streams to wait for."""
         return fn(), False
+
+    def clearer_error(self, error: BaseException) -> CaptureError | None:
+        """None: whatever the emulator refuses is named at once."""
+        return None
 
     def synchronize(self) -> None:
         """Do nothing: every op is done when it returns."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from segue import _torch
-from segue.devices.emulator import op_rules
+from segue.devices import refusals
 from segue.errors import CaptureError
 
 Rule = Callable[["HostGuard", Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -83,24 +83,24 @@ def eager_compiled() -> AbstractContextManager[Any]:
 
 
 def _read(guard: HostGuard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise op_rules.refusal(f"Tensor.{func.__name__}()", op_rules.HOST_READ)
+    raise refusals.refusal(f"Tensor.{func.__name__}()", refusals.HOST_READ)
 
 
 def _to(guard: HostGuard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = (*args[1:2], *(kwargs[k] for k in ("device", "other") if k in kwargs))
     # On the emulator a tensor's .device is the CPU too, as a torch.device; only the string "cpu" must mean the host.
     if "cpu" in (a for a in target if isinstance(a, str)):
-        raise op_rules.refusal('Tensor.to("cpu")', op_rules.HOST_READ)
+        raise refusals.refusal('Tensor.to("cpu")', refusals.HOST_READ)
     moves = any(isinstance(a, torch.device | Tensor) for a in target)
     if moves and _torch.storage_key(args[0]) in guard.literals:
-        raise op_rules.refusal("Tensor.to(...)", op_rules.HOST_SCALAR)
+        raise refusals.refusal("Tensor.to(...)", refusals.HOST_SCALAR)
     return func(*args, **kwargs)
 
 
 def _factory(guard: HostGuard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     made = func(*args, **kwargs)
-    if _on_host(args, kwargs) and (made.dim() or func.__name__ in _RANDOM):
-        raise op_rules.refusal(f"torch.{func.__name__}(...)", op_rules.host_factory(f"torch.{func.__name__}"))
+    if _on_host(args, kwargs) and (made.dim() or func.__name__ in refusals.RANDOM_FACTORIES):
+        raise refusals.refusal(f"torch.{func.__name__}(...)", refusals.host_factory(f"torch.{func.__name__}"))
     return made
 
 
@@ -108,13 +108,13 @@ def _literal(guard: HostGuard, func: Any, args: tuple[Any, ...], kwargs: dict[st
     place = kwargs.get("device")
     on_device = isinstance(place, torch.device) or (place is None and _torch.default_device_is_set())
     if on_device and isinstance(args[0] if args else kwargs.get("data", kwargs.get("obj")), _NUMBER):
-        raise op_rules.refusal(f"torch.{func.__name__}(...)", op_rules.HOST_SCALAR)
+        raise refusals.refusal(f"torch.{func.__name__}(...)", refusals.HOST_SCALAR)
     return func(*args, **kwargs)
 
 
 def _new_tensor(guard: HostGuard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(args[1] if len(args) > 1 else kwargs.get("data"), _NUMBER):
-        raise op_rules.refusal("Tensor.new_tensor()", op_rules.HOST_SCALAR)
+        raise refusals.refusal("Tensor.new_tensor()", refusals.HOST_SCALAR)
     return func(*args, **kwargs)
 
 
@@ -122,7 +122,7 @@ def _deepcopy(guard: HostGuard, func: Any, args: tuple[Any, ...], kwargs: dict[s
     # On CUDA a deep copy is an op that a graph records; on CPU tensors the dispatcher doesn't see the copy, so it is made here.
     t, memo = args
     if type(t) is not Tensor:
-        raise op_rules.refusal("copy.deepcopy()", "the emulator doesn't see it. Use clone().")
+        raise refusals.refusal("copy.deepcopy()", "the emulator doesn't see it. Use clone().")
     copied = memo[id(t)] = t.clone()
     return copied
 
@@ -143,23 +143,12 @@ def _on_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 _NUMBER = (bool, int, float, complex)
-_READS = (
-    *("item", "tolist", "numpy", "cpu", "is_nonzero", "apply_", "map_", "map2_", "__array__", "__bool__", "__int__"),
-    *("__float__", "__complex__", "__index__", "__repr__", "__format__", "__contains__", "__dlpack__", "__reduce_ex__"),
-)
-_RANDOM = ("rand", "randn", "randint", "randperm", "normal")
-_FACTORIES = (
-    *_RANDOM,
-    *("zeros", "ones", "empty", "full", "arange", "range", "linspace", "logspace", "eye", "tril_indices"),
-    *("triu_indices", "empty_strided", "empty_permuted", "hann_window", "hamming_window", "bartlett_window"),
-    *("blackman_window", "kaiser_window"),
-)
 _LITERALS = ("tensor", "as_tensor", "asarray")
 
 
 def _rules() -> dict[Any, Rule]:
-    found: dict[Any, Rule] = {getattr(Tensor, n): _read for n in _READS}
-    found.update({getattr(torch, n): _factory for n in _FACTORIES})
+    found: dict[Any, Rule] = {getattr(Tensor, n): _read for n in refusals.READS}
+    found.update({getattr(torch, n): _factory for n in refusals.FACTORIES})
     found.update({getattr(torch, n): _literal for n in _LITERALS})
     found.update({torch.fft.fftfreq: _factory, torch.fft.rfftfreq: _factory, torch.nn.functional.one_hot: _one_hot})
     found.update({Tensor.to: _to, Tensor.new_tensor: _new_tensor, Tensor.__deepcopy__: _deepcopy})

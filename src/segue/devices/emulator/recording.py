@@ -14,9 +14,10 @@ from torch import Generator, Tensor
 
 from segue import _source_lines, _torch
 from segue.devices.emulator.host_guard import HostGuard, eager_compiled
-from segue.devices.emulator.op_rules import MEND, OpInfo, check_arguments, op_info, refusal
+from segue.devices.emulator.op_rules import OpInfo, op_info
 from segue.devices.emulator.pool import EmulatedPool
 from segue.devices.emulator.tape import EmulatedSegment, Store, TapeExternal, TapeStep
+from segue.devices.refusals import MEND, check_arguments, refusal
 from segue.errors import CaptureError, UsageError
 
 _CPU = torch.device("cpu")
@@ -140,7 +141,7 @@ class EmulatedRecording:
     def _check(self, known: OpInfo, operands: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         why = known.refused
         if why is None and known.checked:
-            why = check_arguments(known, args, kwargs, self._literals)
+            why = check_arguments(known.op, args, kwargs, self._is_literal)
         if why is None:
             for t in operands:
                 if t.layout is not torch.strided or t.is_quantized:
@@ -149,6 +150,9 @@ class EmulatedRecording:
                     why = f"it has an operand on {t.device}, and this capture is emulated on CPU tensors."
         if why is not None:
             raise self.refuse(refusal(known.op, why))
+
+    def _is_literal(self, t: Tensor) -> bool:
+        return _torch.storage_key(t) in self._literals
 
     def _record(
         self, known: OpInfo, operands: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any

@@ -145,7 +145,7 @@ def attention_forward(
     return attend(query, key, value, module, **options), None
 
 
-_torch.dynamo_boundary(attention_forward)
+_torch.dynamo_boundary(attention_forward, "a segue break point runs eagerly between two graphs")
 
 
 @break_point(trim={"query": 2, "key": 2, "value": 2}, token_dim=1)

@@ -12,7 +12,7 @@ from typing import Any, Self, SupportsIndex
 from torch import nn
 
 from segue import environment
-from segue.errors import UsageError
+from segue.errors import no_copy
 from segue.runner import CaptureSummary, Stats
 from segue.runner.memory_budget import mib
 from segue.runner.stats import Counters
@@ -52,10 +52,8 @@ class Handle(ABC):
         return sorted({*super().__dir__(), *dir(self._model)})
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        raise UsageError(
-            f"the handle of an accelerated {type(self._model).__name__} can't be copied or pickled: its graphs belong to "
-            "this process and this model. Copy or pickle handle.model, and accelerate the copy."
-        )
+        who = f"the handle of an accelerated {type(self._model).__name__}"
+        raise no_copy(who, "Copy or pickle handle.model, and accelerate the copy.")
 
     def __enter__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from segue import _source_lines
 from segue.capture.decisions import acting_hooks
+from segue.capture.module_checks import mode_matters
 from segue.errors import UsageError
 from segue.integrations.transformers.decoder_forward import ForwardPatch
 from segue.integrations.transformers.training_modes import TrainingModes
@@ -154,12 +155,13 @@ def _kind(config: Any) -> str:
 
 
 def check_mode(model: nn.Module, decoder: nn.Module) -> None:
-    """Raise UsageError if the model, or any module of its decoder, is in training mode."""
+    """Raise UsageError if the model is in training mode, or a module of its decoder that then computes something else."""
     if model.training:
         raise _in_training(type(model).__name__)
-    for name, module in decoder.named_modules():
-        if module.training:
-            raise _in_training(f"{type(decoder).__name__}'s {name}" if name else type(decoder).__name__)
+    named = [(name, m) for name, m in decoder.named_modules() if m.training]
+    if any(m is decoder or mode_matters(m) for _, m in named):
+        name = next(name for name, m in named if m._modules or mode_matters(m))
+        raise _in_training(f"{type(decoder).__name__}'s {name}" if name else type(decoder).__name__)
 
 
 def _in_training(who: str) -> UsageError:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from segue import _torch
 from segue.capture.places import Places
 from segue.integrations.transformers.attention import AttentionName
 from segue.integrations.transformers.compiled_layers import CompiledLayers
@@ -87,6 +88,10 @@ class ForwardPatch:
             self._decoder.__dict__.pop("forward", None)
         else:
             self._decoder.forward = self._before
+
+
+# A compiled model would otherwise hold the untouched forward, and no call would be served or counted.
+_torch.dynamo_boundary(ForwardPatch.__call__, "an accelerated model runs out of segue's graphs: restore() it to compile it")
 
 
 def _calls(forward: Callable[..., Any]) -> Serve:

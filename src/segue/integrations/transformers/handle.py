@@ -225,6 +225,8 @@ class Accelerated(Handle):
         if isinstance(call, str):
             return self._untouched_forward(call, args, kwargs)
         checks.refuse_gradients(self._decoder, call.embeds)
+        if (layers := self._layers_to_run()) != self._layers:
+            return self._untouched_forward(reasons.other_depth(layers, self._layers), args, kwargs)
         if torch.is_autocast_enabled(self._device.type):
             return self._untouched_forward(reasons.AUTOCAST, args, kwargs)
         decision = self._runner.admit(call.tokens)
@@ -263,6 +265,7 @@ class Accelerated(Handle):
         if (
             (torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()))
             or torch.is_autocast_enabled(self._device.type)
+            or self._layers_to_run() != self._layers
             or not self._around.unchanged()
             or self._implementation.name != "sdpa"
             or not_causal(self._decoder) is not None
@@ -302,6 +305,10 @@ class Accelerated(Handle):
         trunk = TokenTrunk(model, decoder=decoder, forward=self._forward, layers=self._compiled, rows=self._runner.ladder.max)
         recorder = buckets.recorder
         return FirstTokenGraphs(trunk, self._runner.ladder, recorder.device, recorder.pool, recorder.counters, self._retry)
+
+    def _layers_to_run(self) -> Any:
+        """How many layers a forward of the model runs now. ``generate(assistant_early_exit=...)`` drafts with the first few."""
+        return vars(self._decoder.config).get("num_hidden_layers")
 
     def _untouched_forward(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._untouched[reason] += 1

@@ -86,3 +86,8 @@ def other_module(path: str, change: Change) -> str:
 def other_causality(now: object, before: object) -> str:
     """``config.is_causal`` was changed."""
     return f"config.is_causal={now}, and {before} before: {_RECAPTURE}"
+
+
+def other_depth(now: object, before: int) -> str:
+    """``config.num_hidden_layers`` was changed: the model runs another number of its layers."""
+    return f"config.num_hidden_layers={now}, and {before} when the model was accelerated"
