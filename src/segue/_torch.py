@@ -31,6 +31,7 @@ _NEEDED = (
     *("torch._C._pop_torch_function_stack", "torch._C._push_on_torch_function_stack"),
     *("torch._C._dynamo.eval_frame._FrameAction", "torch._C._dynamo.eval_frame._FrameExecStrategy"),
     *("torch._C._dynamo.eval_frame.set_code_exec_strategy", "torch._neg_view", "torch._foreach_copy_"),
+    "torch.Generator._cdata",
     *("torch.utils._device.CURRENT_DEVICE", "torch.utils._python_dispatch._get_current_dispatch_mode"),
 )
 
@@ -282,6 +283,11 @@ def lazy_bits(plain: Tensor, like: Tensor) -> Tensor:
     if like.is_conj():
         plain = plain.conj()
     return torch._neg_view(plain) if like.is_neg() else plain
+
+
+def generator_key(generator: torch.Generator) -> int:
+    """Identity of the generator behind the object ``generator``."""
+    return int(generator._cdata)  # type: ignore[attr-defined]
 
 
 def kernel(func: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from segue import _torch
-from segue.devices import Traits
+from segue.devices import Traits, generators
 from segue.devices.emulator import EmulatedPool, EmulatedSegment
 from segue.errors import CaptureError, ReplayError, UsageError
 
@@ -36,7 +36,8 @@ def _pool(lab: Sandbox) -> EmulatedPool:
 
 
 def test_traits_say_what_is_not_emulated(emulated: Sandbox) -> None:
-    assert emulated.device.traits == Traits(streams=False, driver_memory=False, timing=False, compiled=False)
+    nothing = Traits(streams=False, driver_memory=False, timing=False, compiled=False, stops_random_ops=False)
+    assert emulated.device.traits == nothing
 
 
 def test_a_quick_answer_about_ownership_is_as_old_as_the_last_look(emulated: Sandbox) -> None:
@@ -272,9 +273,11 @@ def test_a_refusal_that_was_swallowed_still_spoils_the_recording(emulated: Sandb
 
 def test_an_abort_takes_back_writes_to_live_blocks_and_explicit_generators(emulated: Sandbox) -> None:
     x, generator = torch.ones(4), torch.Generator().manual_seed(5)
+    generators.note({"generator": generator})
     _, y = emulated.record(lambda: x + 1)
 
     def fails() -> None:
+        y.mul_(torch.rand(4, generator=generator, device=torch.device("cpu")))
         y.mul_(torch.rand(4, generator=generator, device=torch.device("cpu")))
         y[1:].zero_()
         raise KeyboardInterrupt
@@ -288,6 +291,7 @@ def test_an_abort_takes_back_writes_to_live_blocks_and_explicit_generators(emula
 
 def test_explicit_generators_draw_anew_at_each_launch(emulated: Sandbox) -> None:
     generator = torch.Generator().manual_seed(5)
+    generators.note({"generator": generator})
     segment, y = emulated.record(lambda: torch.rand(4, generator=generator, device=torch.device("cpu")) * 1)
     emulated.launch(segment)
     generator.manual_seed(5)

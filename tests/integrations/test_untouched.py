@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from segue.errors import UsageError
 
 Make = Callable[..., Any]
 
@@ -174,3 +179,110 @@ def test_a_model_that_is_to_be_compiled_whole_says_what_stands_in_the_way(make: 
     graphed(model, strategy="breakable")
     with torch.inference_mode(), pytest.raises(Exception, match=r"an accelerated model runs out of segue's graphs: restore\(\)"):
         torch.compile(lambda x: model.base_model(x)[0] + 1, backend="eager", fullgraph=True)(prompt)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _matmul_precision(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class _Mode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("strategy", ["breakable", "auto"])
+@pytest.mark.parametrize(
+    ("under", "reason"),
+    [
+        (lambda: _default_dtype(torch.float64), "default dtype torch.float64, and torch.float32 before: recapture"),
+        (lambda: _matmul_precision("high"), "float32 matmul precision tf32 on CUDA and tf32 on the CPU, and ieee"),
+        (_Mode, "function modes _Mode(), and none before: recapture"),
+    ],
+)
+def test_calls_under_other_modes_than_the_captures_run_untouched(
+    make: Make, graphed: Make, ids: Make, strategy: str, under: Make, reason: str
+) -> None:
+    model, prompt = make(), ids(1, 5)
+    handle = graphed(model, strategy=strategy)
+    with torch.inference_mode():
+        for _ in range(3):
+            model(prompt)
+            model.generate(prompt, max_new_tokens=2, do_sample=False)
+        replayed = handle.stats.replayed
+        with under():
+            got = model(prompt).logits
+            with handle.untouched():
+                assert torch.equal(model(prompt).logits, got)
+            model.generate(prompt, max_new_tokens=2, do_sample=False)
+            with pytest.raises(UsageError, match="nothing is captured, as no graph would run " + re.escape(reason)):
+                handle.capture()
+        assert handle.stats.replayed == replayed
+        counted = {k: v for k, v in handle.stats.reasons.items() if k.startswith(reason)}
+        assert sum(counted.values()) == handle.stats.eager == 3
+        model(prompt)
+        assert handle.stats.eager == 3
+        with under():
+            handle.recapture()
+            for _ in range(3):
+                model(prompt)
+        assert handle.stats.eager == 3
+
+
+def test_modes_that_are_set_before_anything_is_captured_are_those_of_the_capture(
+    make: Make, graphed: Make, ids: Make
+) -> None:
+    model, prompt = make(), ids(1, 5)
+    handle = graphed(model)
+    with torch.inference_mode(), _matmul_precision("high"):
+        for _ in range(3):
+            model(prompt)
+    assert handle.stats.replayed and not handle.stats.reasons
+
+
+@pytest.mark.parametrize("strategy", ["breakable", "auto"])
+def test_attention_in_breaks_takes_the_callers_backends(make: Make, graphed: Make, ids: Make, strategy: str) -> None:
+    """Prime graphs hold attention, so calls under other backends go to the breakable ones."""
+    model, prompt = make(), ids(1, 5)
+    handle = graphed(model, strategy=strategy)
+    with torch.inference_mode():
+        for _ in range(3):
+            model.generate(prompt, max_new_tokens=1, do_sample=False)
+        with sdpa_kernel(SDPBackend.MATH):
+            for _ in range(3):
+                got = model.generate(prompt, max_new_tokens=2, do_sample=False)
+            with handle.untouched():
+                assert torch.equal(model.generate(prompt, max_new_tokens=2, do_sample=False), got)
+    assert not handle.stats.reasons
+
+
+@pytest.mark.parametrize("strategy", ["breakable", "auto"])
+def test_a_default_device_changes_nothing(make: Make, graphed: Make, ids: Make, strategy: str) -> None:
+    model, prompt = make(), ids(1, 5)
+    handle = graphed(model, strategy=strategy)
+    with torch.inference_mode():
+        for _ in range(3):
+            model.generate(prompt, max_new_tokens=2, do_sample=False)
+        with torch.device(model.device):
+            model.generate(prompt, max_new_tokens=2, do_sample=False)
+            handle.recapture()
+            handle.capture()
+        replayed = handle.stats.replayed
+        model.generate(prompt, max_new_tokens=2, do_sample=False)
+    assert handle.stats.replayed == replayed + 2
+    assert not handle.stats.reasons

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from segue import _source_lines, _torch
+from segue.devices import generators
 
 Storages = dict[int, tuple[weakref.ref[Any], str]]  # by address, with the line that made each
 _kept: Storages = {}  # what earlier forwards have made from their inputs and somebody still holds
@@ -93,6 +94,8 @@ class Allocations(_torch.WatchingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if kwargs and self._on:
+            generators.note(kwargs)
         result = func(*args, **kwargs)
         if not self._on:
             return result

@@ -17,6 +17,7 @@ from segue.capture.arguments import BoundArguments, of_context
 from segue.capture.code_names import mark_break
 from segue.capture.context_paths import ContextMap, getter, is_plain, show
 from segue.capture.handoff import Allocate, Handoff, first_result, token_dimension, zeros_on
+from segue.capture.modes import Enter, SetVariables, under
 from segue.capture.nested import Branch, StructureChanged, Take, leaves, parts_of, take_apart
 from segue.capture.op_watch import OpWatch
 from segue.capture.thread_state import state
@@ -94,6 +95,7 @@ class BreakSpec:
         self.label = _source_lines.of(fn)
         self.names = _parameter_names(fn)
         self.receiver = self.names[:1] in (["self"], ["cls"])
+        self.variables = SetVariables(fn)
         for name in (*self.trim, *((out,) if out else ())):
             if self.names and name not in self.names:
                 raise UsageError(f"break_point: {self.label} has no argument {name!r}; it has {', '.join(self.names)}")
@@ -140,6 +142,7 @@ class BreakSpec:
         return args[at]
 
     def _reference(self, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
+        self.variables.note()
         rehearsal = state.rehearsal
         if rehearsal is not None and rehearsal.under_way:
             return rehearsal.stand_in([*args, *kwargs.values()], self.destination(args, kwargs, into))
@@ -155,13 +158,22 @@ class Break:
     Args:
         spec: the break point. ``args``, ``kwargs``, ``into``: of its call at capture, held until :meth:`first_run`.
         watch: of the capture. None in the reference, which has no replays.
+        enters: the modes that the forward has entered around the call, which each replay enters again.
         where: what errors call this break.
     """
 
     def __init__(
-        self, spec: BreakSpec, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any, *, watch: OpWatch | None, where: str
+        self,
+        spec: BreakSpec,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        into: Any,
+        *,
+        watch: OpWatch | None,
+        where: str,
+        enters: Sequence[Enter] = (),
     ) -> None:
-        self.spec, self.where, self._op_watch, self._fn = spec, where, watch, spec.fn
+        self.spec, self.where, self._op_watch, self._fn, self._enters = spec, where, watch, spec.fn, enters
         self._first = (args, kwargs, into)
         if watch is not None:
             self._fn = of_context(spec.fn, where)
@@ -183,7 +195,7 @@ class Break:
     def runs(self) -> tuple[Callable[[], Any], Take | None, Take]:
         """What a replay calls: the function on the live values; what takes its result, or None where the result was None at
         capture; and what refuses any other result there. ``state`` says which rows are valid."""
-        call = self.bound.caller(self._fn)
+        call = self.bound.caller(under(self._enters, self._fn))
         if self._clears or isinstance(self._take, Branch):
             return call, self._accept, self._accept
         if self._single is not None:
@@ -201,12 +213,13 @@ class Break:
         """
         args, kwargs, into = self._first
         del self._first
+        grad = torch.is_grad_enabled() and not state.grad  # only where the forward itself has turned gradients on
         state.inside_break, state.asked_rows = True, False
         try:
             with torch.no_grad():
                 cut_args, cut_kwargs = self.spec.trimmed(args, kwargs)
                 filled = _containers([*args, *kwargs.values()])
-                with nullcontext() if state.made is None else state.made.off():
+                with nullcontext() if state.made is None else state.made.off(), torch.set_grad_enabled(grad):
                     result, elsewhere = self._ordered(lambda: self._fn(*cut_args, **cut_kwargs))
                 if self._op_watch is not None and _containers([*args, *kwargs.values()]) != filled:
                     raise CaptureError(

@@ -17,6 +17,7 @@ from segue.capture.break_points import Break, BreakSpec
 from segue.capture.externals import External, Externals
 from segue.capture.isolation import forget_casts, no_garbage_collection, one_capture, tuned_kernel, uninterrupted
 from segue.capture.leftovers import Leftovers
+from segue.capture.modes import CallerModes, Modes, entered_by_forward, modes_now
 from segue.capture.op_watch import OpWatch
 from segue.capture.places import Places, tensors_held
 from segue.capture.program import Program, Step, row_count
@@ -77,6 +78,8 @@ class BreakableCapture:
         self.stream: Any = stream if stream is not None else self.device.default_stream()
         self.rows, self.valid_rows = rows, valid_rows
         self.name = name or ("capture" if rows is None else f"capture of {rows} rows")
+        self._kind = self.device.torch_device.type
+        self._began: Modes  # the caller's, when the capture began
         self._status = "new"
         self._steps: list[Step] = []
         self._graphs: list[Segment] = []
@@ -175,9 +178,11 @@ class BreakableCapture:
             scope.enter_context(no_garbage_collection())
             scope.enter_context(self.pool.turn())
             scope.enter_context(self.device.on_capture_stream(self.pool, self.stream))
-            scope.callback(_restore_state, (state.capture, state.phase, state.rows, state.valid, state.pools, state.reference))
+            before = state.capture, state.phase, state.rows, state.valid, state.pools, state.reference, state.grad
+            scope.callback(_restore_state, before)
             state.capture, state.rows, state.valid, state.pools = self, self.rows, self.valid_rows, (self.pool,)
-            state.reference = False
+            state.reference, state.grad = False, torch.is_grad_enabled()
+            self._began = modes_now(self._kind)
             token = object()
             self.pool.attach(token)
             self._retire = weakref.finalize(self, self.pool.retire, token, self._graphs)
@@ -205,7 +210,8 @@ class BreakableCapture:
                 self._launch()  # a segment's first launch decides how it is launched from then on, so before the program is made
                 if self._leftovers is not None:
                     self._leftovers.check(self.name)
-                self._program = Program(self._steps, externals, self.pool, self.rows, self.name)
+                modes = CallerModes(self._kind, self._began, self._op_watch.read_modes)
+                self._program = Program(self._steps, externals, modes, self.pool, self.rows, self.name)
                 for fn in self._at_end:
                     fn()
         except BaseException as e:
@@ -282,12 +288,17 @@ class BreakableCapture:
         """
         where = f"{self.name}, after segment {self.graphs}: break {spec.label} called at {_source_lines.caller()}"
         try:
+            self._op_watch.refuse_mode_above(where)
             # A collective that the segment began must end in it, and one from outside can't be waited for in a graph.
             args, kwargs = _waited(args, kwargs, self.pool.owns)
             self._end_segment()
             args, kwargs = _waited(args, kwargs, lambda t: True)
             state.phase = "break"
-            step = Break(spec, args, kwargs, into, watch=self._op_watch, where=where)
+            asks_grad = torch.is_grad_enabled() and not state.grad
+            here = modes_now(self._kind)
+            enters, plain = entered_by_forward(self._began, here, asks_grad, spec.variables, where)
+            step = Break(spec, args, kwargs, into, watch=self._op_watch, where=where, enters=enters)
+            step.bound.plain.update(plain)
             if self._leftovers is not None:
                 self._leftovers.before_break(getattr(spec.fn, "__code__", None), where)
             result = step.first_run()
@@ -444,4 +455,4 @@ def _waited(args: tuple[Any, ...], kwargs: dict[str, Any], which: Callable[[Tens
 
 
 def _restore_state(before: tuple[Any, ...]) -> None:
-    state.capture, state.phase, state.rows, state.valid, state.pools, state.reference = before
+    state.capture, state.phase, state.rows, state.valid, state.pools, state.reference, state.grad = before

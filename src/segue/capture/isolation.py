@@ -6,6 +6,7 @@ Each puts back what it changed, even when its body fails. ``BreakableCapture.__e
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 import torch
+
+from segue.devices import Device
+
+log = logging.getLogger("segue")
 
 
 class _Collecting(threading.local):
@@ -40,6 +45,22 @@ def collected_once() -> Iterator[None]:
 
 
 one_capture = threading.Lock()  # compile stance, gc and "capturing" are process-wide, so captures take turns
+
+
+_warned_of = set[str]()  # devices
+
+
+def warn_of_lazy_capture(device: Device) -> None:
+    """Say in the log, once, what a capture amid traffic may do to other threads, if the device can't spare them."""
+    if not device.traits.stops_random_ops or threading.active_count() == 1 or device.name in _warned_of:
+        return
+    _warned_of.add(device.name)
+    log.warning(
+        "segue: a bucket is captured while other threads run. Until it is done, random ops of theirs on %s (sampling, dropout) "
+        'fail with torch\'s "Offset increment outside graph capture": before 2.13 torch has one generator for all threads. '
+        "Capture ahead of traffic, by capture() of the runner or of the accelerated model",
+        device.name,
+    )
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from segue import _source_lines, _torch
+from segue import _source_lines, _torch, _torch_modes
 from segue.capture.externals import External
 from segue.devices import Pool, Recording
 from segue.errors import CaptureError
@@ -48,6 +48,7 @@ def observing(observer: Observer) -> Iterator[None]:
 
 _CAST = torch.ops.aten._to_copy.default  # autocast fills its cache in grad mode; each op that uses the copy is checked by itself
 _NO_WRAPPER = Tensor.__torch_dispatch__
+_USES_CUDNN = re.compile("conv|cudnn|rnn|lstm|gru|batch_norm")
 _PLAIN = {int, float, bool, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format}
 _TENSOR, _NUMBERS = {"Tensor", "Optional"}, {"int", "float", "bool", "number", "str", "Device", "Generator", "List", "Optional"}
 _makers: weakref.WeakKeyDictionary[Pool, dict[int, tuple[int, str]]] = weakref.WeakKeyDictionary()
@@ -59,6 +60,7 @@ class _Op:
 
     ``func``: held, so that its id stays its own. ``plain``: types of arguments that neither are nor hold tensors. ``writes``:
     positions and names of the arguments that it writes. ``restores``: it gives a tensor other memory, as ``set_`` does.
+    ``reads``: the mode that it reads and most ops don't, or "".
     """
 
     func: Any
@@ -66,6 +68,7 @@ class _Op:
     plain: set[type]
     writes: tuple[tuple[int, ...], tuple[str, ...]]
     restores: bool
+    reads: str
 
 
 _ops: dict[int, _Op] = {}  # by the id of the function, which is a third of what its hash costs
@@ -87,6 +90,8 @@ class OpWatch(_torch.WatchingMode):
         self.segment = 0  # the number of the segment that is recorded
         self.harmless = True  # the first segment was seen to write nothing outside that anybody but the caller uses
         self._own = own  # storages of these, which are the caller's alone
+        self._device_is_set = False
+        self.read_modes: set[str] = set()  # of the modes that only some ops read, those that an op has read
         self.error: BaseException | None = None  # the first refusal, even if the forward swallowed it
         self.pool = pool
         self._observer = _observing.observer
@@ -125,6 +130,11 @@ class OpWatch(_torch.WatchingMode):
             if types and any(t.__torch_dispatch__ is not _NO_WRAPPER for t in types):
                 return NotImplemented  # torch asks the subclass, and its inner ops come here one by one
             result = self._record(func, args, kwargs)
+            if op.reads:
+                self.read_modes.add(op.reads)
+            first = args[0] if args else None
+            if not (isinstance(first, Tensor) and first.is_floating_point()):
+                self._note_defaults(args, kwargs, result)
             if not op.restores:
                 self._note_made(result)
             return result
@@ -157,6 +167,32 @@ class OpWatch(_torch.WatchingMode):
         self.externals[key] = self._unsure[key] = external
         self._outside.add(address)
 
+    def _note_defaults(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Note whether an op took the dtype of its result, or its place, from the defaults: where neither operands nor arguments
+        say it.
+        """
+        made, given = _torch.tensors((result,), {}), _torch.tensors(args, kwargs)
+        told = any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values()))
+        if not told and any(map(_inexact, made)) and not any(map(_inexact, given)):
+            self.read_modes.add(_torch_modes.DEFAULT_DTYPE.name)
+        if made and not given and (
+            _torch_modes.placed_by_default() if self._device_is_set else made[0].device != self.pool.device.torch_device
+        ):
+            self.read_modes.add(_torch_modes.DEVICE)
+
+    def refuse_mode_above(self, where: str) -> None:
+        """Refuse a break that the forward calls inside a dispatch mode of its own, which this one can't be left below.
+
+        Raises:
+            CaptureError: it does.
+        """
+        top = _torch.current_mode()
+        if top is not None and top is not self and not isinstance(top, _torch.WatchingMode):
+            raise CaptureError(
+                f"{where}: the forward has entered {type(top).__qualname__}, a dispatch mode, around the break. A segment can't "
+                "end inside one: enter it inside the break, or around the whole forward."
+            )
+
     def settle(self) -> None:
         """At a segment's end, check the externals that were first used in it once more. During the segment the pool may have
         taken memory that a quick ``owns`` didn't know yet.
@@ -172,8 +208,11 @@ class OpWatch(_torch.WatchingMode):
                 self.prove(external.tensor, external.op, external.where)
 
     def begin(self) -> None:
-        """Note which blocks of the pool are alive already. They are other captures' outputs, which this one must not read."""
+        """Note whether the caller has set a default device, and which blocks of the pool are alive already. These are other
+        captures' outputs, which this one must not read.
+        """
         self._blocks_before = self.pool.blocks()
+        self._device_is_set = any(map(_torch_modes.sets_device, _torch_modes.function_modes()))
 
     def allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate memory of the pool for a hand-off, which a break is about to write. ``stride`` is in elements."""
@@ -251,12 +290,19 @@ def _observed(observer: Observer, recording: Recording) -> Callable[..., Any]:
     return functools.partial(observer, recording.run)
 
 
+def _inexact(t: Tensor) -> bool:
+    return t.dtype.is_floating_point or t.dtype.is_complex
+
+
 def _op_facts(func: Any) -> _Op:
     schema = getattr(func, "_schema", None)  # a higher-order op has none
     types = [set(re.findall(r"\w+", str(a.type))) for a in schema.arguments] if schema is not None else [{"Any"}]
     plain = _PLAIN | {list, tuple} if all(t <= _TENSOR or t <= _NUMBERS for t in types) else _PLAIN
     restores = schema is not None and schema.name.rpartition("::")[2] in _torch.RE_STORING
-    op = _ops[id(func)] = _Op(func, str(func), plain, _torch.written_arguments(func), restores)
+    name = str(func)
+    reads = _torch_modes.ATTENTION.name if "scaled_dot_product" in name else ""
+    reads = _torch_modes.CUDNN.name if _USES_CUDNN.search(name) else reads
+    op = _ops[id(func)] = _Op(func, name, plain, _torch.written_arguments(func), restores, reads)
     return op
 
 

@@ -11,6 +11,7 @@ import torch
 from segue import _torch
 from segue.capture.break_points import Break
 from segue.capture.externals import Externals
+from segue.capture.modes import CallerModes, OtherMode
 from segue.capture.nested import Take
 from segue.capture.thread_state import state
 from segue.devices import Pool, Segment
@@ -24,16 +25,16 @@ Run = tuple[Callable[[], Any], Take | None, Take]
 class Program:
     """Runs the steps of one capture. Holds its segments and hand-offs, and no reference to the capture itself."""
 
-    def __init__(self, steps: list[Step], externals: Externals, pool: Pool, rows: int | None, name: str) -> None:
-        self.externals, self.closed = externals, False
+    def __init__(
+        self, steps: list[Step], externals: Externals, modes: CallerModes, pool: Pool, rows: int | None, name: str
+    ) -> None:
+        self.externals, self.closed, self._other_mode = externals, False, modes.other
         self._pool, self._rows, self._name, self._inference = pool, rows, name, torch.is_inference_mode_enabled()
         self._most = float("inf") if rows is None else rows
         self._state = {"pools": (pool,), "rows": rows, "inside_break": True, "reference": False, "phase": None}
-        self._kind = pool.device.torch_device.type
-        self._autocast = _torch.autocast_state(self._kind)
         self._all = [s.runs() if isinstance(s, Break) else _launches(s) for s in steps]
         live = [run for run, step in zip(self._all, steps, strict=True) if isinstance(step, Break) or not step.empty]
-        # The first segment alone, if the device may run it while the host checks the externals of the others.
+        # The first segment alone, if the device may run it while the host checks the modes, and the externals of the others.
         early = externals.early and not isinstance(steps[0], Break) and not steps[0].empty
         self._first, self._others = (live[:1], live[1:]) if early else ([], live)
 
@@ -49,7 +50,8 @@ class Program:
 
         Raises:
             UsageError: ``valid_rows`` is no number of the program's rows, or this is inside a forward of the same pool.
-            ReplayError: it was closed, something it reads was re-pointed, or a break's result changed.
+            ReplayError: it was closed, the caller's modes or what it reads are not those of the capture, or a break's result
+                changed.
         """
         if valid_rows is not None:
             if type(valid_rows) is not int:
@@ -92,8 +94,6 @@ class Program:
             mine["valid"] = valid_rows
             if outer:
                 mine["pools"] = (*outer, pool)
-            if (self._autocast is not None or _torch.any_autocast()) and _torch.autocast_state(self._kind) != self._autocast:
-                raise self._other_autocast()
             self.externals.check_first()
             self._run(step)
         finally:
@@ -103,6 +103,8 @@ class Program:
     def _run(self, step: Run | None) -> None:
         if step is None:
             _run(self._first)
+        if (other := self._other_mode()) is not None:
+            raise self._under_another(other)
         self.externals.check_rest()
         _run(self._others if step is None else [step])
 
@@ -112,11 +114,11 @@ class Program:
             "Give one of the two a pool of its own."
         )
 
-    def _other_autocast(self) -> ReplayError:
+    def _under_another(self, mode: OtherMode) -> ReplayError:
         return ReplayError(
-            f"{self._name} was captured under autocast {_say(self._autocast)} and is replayed under autocast "
-            f"{_say(_torch.autocast_state(self._kind))}. Its segments would cast as they did, its breaks otherwise: keep "
-            "autocast as it was, or capture a forward that turns it on by itself."
+            f"{self._name} was captured under {mode.name} {mode.then} and is replayed under {mode.name} {mode.now}. Its segments "
+            "would compute as they did then, its breaks as now: keep the mode as it was, let the forward set it by itself, or "
+            "recapture()."
         )
 
     def _callable(self, step: Run) -> Callable[[], None]:
@@ -153,7 +155,3 @@ def row_count(n: Any, what: str) -> int:
     if count < 0:
         raise UsageError(f"{what}={n!r} is not a number of rows")
     return count
-
-
-def _say(autocast: torch.dtype | None) -> str:
-    return "off" if autocast is None else f"to {autocast}"

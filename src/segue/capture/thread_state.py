@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import Context, copy_context
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from segue.capture.allocations import Allocations
@@ -40,6 +42,8 @@ class _ThreadState(threading.local):
     made: Allocations | None = None  # in the reference: the memory that its forward has made
     rehearsal: Rehearsal | None = None  # in the reference: notes what breaks give, or stands in for them
     asked_rows: bool = False  # the break that is running has asked for its valid rows
+    grad: bool = False  # gradients were on when the capture or the reference began
+    variables: Context | None = None  # the context variables when the reference began
     ctx: Any = None
 
 
@@ -84,12 +88,13 @@ def reference_frame(rows: int | None, valid_rows: int | None, inputs: Iterable[T
     """Within this block breaks are plain calls that trim and clear as a replay does. A replay of a bucket of ``rows`` rows, of
     which ``valid_rows`` are real, must equal what runs here. ``inputs``: of the forward, in memory made for this run.
     """
-    before = (state.reference, state.rows, state.valid, state.inside_break, state.made)
+    before = (state.reference, state.rows, state.valid, state.inside_break, state.made, state.grad, state.variables)
     made = Allocations(inputs)
     state.reference, state.rows, state.valid, state.inside_break, state.made = True, rows, valid_rows, False, made
+    state.grad, state.variables = torch.is_grad_enabled(), copy_context()
     try:
         with made:
             yield
     finally:
         made.keep()
-        state.reference, state.rows, state.valid, state.inside_break, state.made = before
+        (state.reference, state.rows, state.valid, state.inside_break, state.made, state.grad, state.variables) = before

@@ -25,6 +25,7 @@ from segue.errors import NoBucketError, SegueError, UsageError
 from segue.runner.calls import Call
 from segue.runner.check_report import Finding, Report
 from segue.runner.runner import GraphRunner
+from segue.runner.write_log import generators_kept
 
 _PADDING = "Move it into a break point that trims its arguments, break_point(trim=...), or keep padded rows out of it"
 _UNWRITTEN = "Write all rows, or allocate zeros"
@@ -337,9 +338,8 @@ def _trials(
 @contextmanager
 def _generators_kept(device: torch.device) -> Iterator[None]:
     """Put back the state of the random generators of Python, the CPU and the device."""
-    cuda = device.type != "cpu"
     before = random.getstate()
-    with torch.random.fork_rng([device] if cuda else [], device_type=device.type if cuda else "cuda"):
+    with generators_kept(device):
         try:
             yield
         finally:

@@ -21,7 +21,7 @@ from segue.check.oplog import FLOATS, Keep, OpLog, OpLogMode
 from segue.check.outcome import Outcome, OutcomeValue, outputs_of, state_of, whole
 from segue.check.restore import ContextContents, PlainValues
 from segue.check.trial_calls import TrialCall, perturb_tails
-from segue.devices import Pool
+from segue.devices import Pool, generators
 from segue.runner.bucket_recorder import synthetic
 from segue.runner.calls import Call
 from segue.runner.captured_bucket import CapturedBucket
@@ -77,6 +77,9 @@ class Environment:
         """Seed the generators that a forward on this device may draw from, and no other device's."""
         random.seed(seed)
         torch.default_generator.manual_seed(seed)
+        for generator in generators.known():
+            if generator.device.type == self.device.type:
+                generator.manual_seed(seed)
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 torch.cuda.manual_seed(seed)

@@ -20,12 +20,13 @@ from segue.errors import CaptureError
 
 @dataclass(frozen=True)
 class Traits:
-    """What a device can't hide. Only tests, demo, bench and prime's search for cuts read it."""
+    """What a device can't hide. Only tests, demo, bench, prime's search for cuts and a warning about lazy captures read it."""
 
     streams: bool  # work is asynchronous, and streams order it
     driver_memory: bool  # graphs take memory of the driver, outside torch's allocator
     timing: bool  # measured times say how fast segments are
     compiled: bool  # torch.compile'd code runs compiled inside a segment
+    stops_random_ops: bool  # while a segment is recorded, random ops of other threads fail
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def _ids(tokens: Any, r: int, limits: Limits) -> Tensor:
 
 def _as_tensor(tokens: Any, r: int, limits: Limits) -> Tensor:
     try:
-        return torch.tensor(tokens, dtype=None if len(tokens) else torch.int64)
+        return torch.tensor(tokens, dtype=None if len(tokens) else torch.int64, device="cpu")
     except (TypeError, ValueError, RuntimeError) as e:
         raise InputError(
             f"{limits.name}: the tokens of request {r} are a {type(tokens).__qualname__} ({e}), {_WANTED}"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from segue import _torch
+from segue.capture.isolation import warn_of_lazy_capture
 from segue.errors import InputError, LeftBehindError, ReplayError, UsageError
 from segue.runner.admission import Decision
 from segue.runner.bucket_recorder import BucketRecorder, may_capture
@@ -109,6 +110,7 @@ class Buckets:
             inside = not first and not may_capture()
             if not first and not inside:
                 self._refuse_over_budget(d.bucket)
+                warn_of_lazy_capture(recorder.device)
                 answer = self.capture(call, d.bucket, d.requests, call.ctx, strategy)
                 self._keep_to_budget(slot)
             else:

@@ -193,7 +193,7 @@ class Leaf:
         pad = self.declared.pad
         if pad is None or isinstance(pad, str) or dtype.is_floating_point or dtype.is_complex:
             return
-        if not math.isfinite(pad) or torch.tensor(pad).to(dtype).item() != pad:
+        if not math.isfinite(pad) or torch.tensor(pad, device="cpu").to(dtype).item() != pad:
             raise InputError(f"input {self.name!r}: pad={pad} is no value of {dtype}")
 
 

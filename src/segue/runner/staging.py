@@ -288,7 +288,7 @@ class Stage:
         for slot, buffer, _ in self._given:
             t = moved[slot]
             if t.device != buffer.flat.device:
-                moved[slot] = torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t)
+                moved[slot] = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True).copy_(t)
         return moved
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from segue import _source_lines, _torch
 from segue.capture import is_breakable_capture_active
 from segue.capture.allocations import Allocations
+from segue.devices import generators
 from segue.errors import UsageError
 
 LIMIT = 1 << 30  # bytes
@@ -76,10 +77,10 @@ class WriteLog(Allocations):
 
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
-    """Put the random generators of the CPU and the device back after this block."""
-    with torch.random.fork_rng(
-        [device] if device.type != "cpu" else [], device_type=device.type if device.type != "cpu" else "cuda"
-    ):
+    """Put the random generators of the CPU and the device back after this block, and those that forwards draw from."""
+    cuda = device.type != "cpu"
+    fork = torch.random.fork_rng([device] if cuda else [], device_type=device.type if cuda else "cuda")
+    with fork, generators.kept():
         yield
 
 

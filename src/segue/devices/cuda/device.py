@@ -23,7 +23,9 @@ class CudaDevice:
         UnsupportedTorchError: this torch lacks a private call that segue needs on CUDA.
     """
 
-    traits = Traits(streams=True, driver_memory=True, timing=True, compiled=True)
+    traits = Traits(
+        streams=True, driver_memory=True, timing=True, compiled=True, stops_random_ops=raw.captures_stop_random_ops()
+    )
 
     def __init__(self, index: int) -> None:
         raw.require_torch()

@@ -95,6 +95,25 @@ def plain_launcher(graph: torch.cuda.CUDAGraph, device: int) -> tuple[Callable[[
     return run, forbid
 
 
+def register_generators(graph: torch.cuda.CUDAGraph, device: int, found: list[torch.Generator]) -> set[int]:
+    """Make the generators of ``device`` among those found known to a graph that is about to be recorded, which torch demands.
+    Returns the keys of all that it may draw from.
+    """
+    default = _torch.generator_key(torch.cuda.default_generators[device])  # which torch registers by itself
+    mine = {_torch.generator_key(g): g for g in found if g.device.type == "cuda" and g.device.index in (None, device)}
+    mine.pop(default, None)
+    for generator in mine.values():
+        graph.register_generator_state(generator)
+    return {default, *mine}
+
+
+def captures_stop_random_ops() -> bool:
+    """Whether random ops of other threads fail while a graph is recorded. Before 2.13 torch counts the device's generator as
+    captured, whatever thread draws from it, and whether the graph draws or not.
+    """
+    return bool(torch.torch_version.TorchVersion(torch.__version__) < "2.13")
+
+
 def random_state(device: int) -> tuple[int, int]:
     """Seed and offset of the device's default generator: a graph that draws random numbers moves it when it is launched."""
     generator = torch.cuda.default_generators[device]

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from segue import _torch
+from segue.devices import generators
 from segue.devices.cuda import raw
 from segue.devices.cuda.op_checks import OpChecks
 from segue.devices.cuda.pool import CudaPool
@@ -80,6 +82,7 @@ class CudaRecording:
         self._scope = ExitStack()
         self._scope.enter_context(pool.growing())
         self._graph, self._draws = raw.new_graph(), False
+        self._may_draw_from = raw.register_generators(self._graph, self._device, generators.known())
         self._edges, self._ops = StreamEdges(), OpChecks()
         self._scope.enter_context(_fail_on_recompile())
         self._scope.enter_context(observing(self._edges))
@@ -93,9 +96,12 @@ class CudaRecording:
         """Run one op, which the stream capture records, and note whether it is given a random generator.
 
         Raises:
-            CaptureError: CUDA can't record this call.
+            CaptureError: CUDA can't record this call; or its generator is one of the user's own that was not known when the
+                recording began.
         """
-        if kwargs and kwargs.get("generator") is not None:
+        if kwargs and (generator := kwargs.get("generator")) is not None:
+            if generator.device.type == "cuda" and _torch.generator_key(generator) not in self._may_draw_from:
+                raise generators.unknown(_torch.op_name(func).removeprefix("aten::"), generator)
             self._draws = True
         return self._ops.run(func, args, kwargs)
 

@@ -21,7 +21,7 @@ class Emulator:
 
     name = "emulator"
     torch_device = torch.device("cpu")
-    traits = Traits(streams=False, driver_memory=False, timing=False, compiled=False)
+    traits = Traits(streams=False, driver_memory=False, timing=False, compiled=False, stops_random_ops=False)
 
     def __init__(self) -> None:
         self._pool: EmulatedPool | None = None

@@ -13,6 +13,7 @@ import torch
 from torch import Generator, Tensor
 
 from segue import _source_lines, _torch
+from segue.devices import generators
 from segue.devices.emulator.host_guard import HostGuard, eager_compiled
 from segue.devices.emulator.op_rules import OpInfo, op_info
 from segue.devices.emulator.pool import EmulatedPool
@@ -43,7 +44,8 @@ class EmulatedRecording:
         self._literals: dict[int, Tensor] = {}  # held, so that no later storage takes over the identity
         self._refused: CaptureError | None = None
         self._undo: dict[tuple[str, int], Callable[[], None]] = {}
-        self._generators: dict[Generator, Tensor] = {}
+        self._generators: dict[int, tuple[Generator, Tensor]] = {}
+        self._may_draw_from = set(map(_torch.generator_key, (torch.default_generator, *generators.known())))
         self._open = True
         self._seed = torch.default_generator.initial_seed()
         with _plain():
@@ -75,6 +77,8 @@ class EmulatedRecording:
             if known.random:
                 for g in (*args, *kwargs.values()):
                     if isinstance(g, Generator):
+                        if _torch.generator_key(g) not in self._may_draw_from:
+                            raise self.refuse(generators.unknown(known.op, g))
                         self._save_generator(g)
             result = known.run(*args, **kwargs)
             if known.op == "lift_fresh":
@@ -199,8 +203,9 @@ class EmulatedRecording:
             ctypes.memmove(address, before, len(before))
 
     def _save_generator(self, generator: Generator) -> None:
-        if generator not in self._generators:
-            self._generators[generator] = generator.get_state()
+        key = _torch.generator_key(generator)
+        if key not in self._generators:
+            self._generators[key] = generator, generator.get_state()
 
 
 class _NewResults:
@@ -244,11 +249,11 @@ class _NewResults:
         return mine
 
 
-def _take_back(undo: dict[tuple[str, int], Callable[[], None]], generators: dict[Generator, Tensor]) -> None:
+def _take_back(undo: dict[tuple[str, int], Callable[[], None]], drawn_from: dict[int, tuple[Generator, Tensor]]) -> None:
     with contextlib.suppress(Exception), _plain():
         for restore in reversed(undo.values()):
             restore()
-        for generator, before in generators.items():
+        for generator, before in drawn_from.values():
             generator.set_state(before)
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from segue import _torch, environment
+from segue import _torch, _torch_modes, environment
 from segue.capture.isolation import collected_once
+from segue.capture.modes import CallerModes, modes_now
 from segue.capture.thread_state import active_forward, reference_frame
 from segue.errors import StateChangedError, UsageError
 from segue.integrations.transformers import checks, names, prime_admission, reasons
@@ -69,6 +70,7 @@ class Accelerated(Handle):
         self._device = checks.device_of(decoder)
         self._forward: Callable[..., Any] = decoder.forward
         self._modes = TrainingModes(decoder)
+        self._accept_caller_modes()
         self._reader = DecoderCallReader(decoder.config, self._forward)
         self._implementation = AttentionName(m.config for m in decoder.modules() if hasattr(m, "config"))
         self._compiled = CompiledLayers(decoder, on_failure) if compile else None
@@ -139,7 +141,7 @@ class Accelerated(Handle):
                 its modules that no graph would run.
         """
         self._check_usable()
-        if (reason := self._changed()) is not None:
+        if (reason := self._other_mode() or self._changed()) is not None:
             raise UsageError(f"nothing is captured, as no graph would run {reason}. Remove a hook, undo another change.")
         ids = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         with self._one_at_a_time, torch.inference_mode(), collected_once():
@@ -180,6 +182,7 @@ class Accelerated(Handle):
             self._first_tokens = self._first_token_graphs()
             self._around = ModelAround(self._model, self._decoder, self._patches[0])
             self._strategy.captured.clear()
+            self._accept_caller_modes()
 
     def graphs_of(self, tokens: int) -> tuple[int | None, int, int]:
         """The bucket of a forward of ``tokens`` tokens, its segments and its breaks; 0 and 0 before its capture."""
@@ -211,6 +214,31 @@ class Accelerated(Handle):
         if self._restored:
             raise UsageError("this handle was restored: its graphs are gone. Call segue.accelerate(model) again.")
 
+    def _other_mode(self) -> str | None:
+        """Which of the caller's modes is not that of the captures; None if none is."""
+        if torch.is_autocast_enabled(self._device.type):
+            return reasons.AUTOCAST
+        mode = self._caller_modes.other()
+        if mode is None:
+            return None
+        if self._any_captured():
+            return reasons.other_mode(mode.name, mode.now, mode.then)
+        self._accept_caller_modes()
+        return None
+
+    def _accept_caller_modes(self) -> None:
+        """Take the caller's modes as they are now for those of all captures. Calls under others run untouched."""
+        kind, read = self._device.type, {_torch_modes.DEFAULT_DTYPE.name}
+        self._caller_modes = CallerModes(kind, modes_now(kind), read)
+        self._backends = _torch_modes.ATTENTION.read()  # which prime graphs hold, and breaks use live
+
+    def _attention_as_captured(self) -> bool:
+        return _torch_modes.ATTENTION.read() == self._backends
+
+    def _any_captured(self) -> bool:
+        first, prime = self._first_tokens, self._prime
+        return bool(self._strategy.captured or (prime and prime.captured) or (first and first.captured))
+
     def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
@@ -227,8 +255,8 @@ class Accelerated(Handle):
         checks.refuse_gradients(self._decoder, call.embeds)
         if (layers := self._layers_to_run()) != self._layers:
             return self._untouched_forward(reasons.other_depth(layers, self._layers), args, kwargs)
-        if torch.is_autocast_enabled(self._device.type):
-            return self._untouched_forward(reasons.AUTOCAST, args, kwargs)
+        if (other := self._other_mode()) is not None:
+            return self._untouched_forward(other, args, kwargs)
         decision = self._runner.admit(call.tokens)
         if decision.bucket is None:
             return self._untouched_forward(decision.reason, args, kwargs)
@@ -264,7 +292,8 @@ class Accelerated(Handle):
         assert call.input_ids is not None
         if (
             (torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()))
-            or torch.is_autocast_enabled(self._device.type)
+            or self._other_mode() is not None
+            or not self._attention_as_captured()
             or self._layers_to_run() != self._layers
             or not self._around.unchanged()
             or self._implementation.name != "sdpa"
@@ -357,7 +386,7 @@ class Accelerated(Handle):
         masked = call.attention_mask is not None
         kept = self._implementation
         ctx = LiveContext(call.batch, call.length, cache, make_masks, masked, function, kept, live, reached=reached)
-        prime = self._prime is not None and not self._here.without_prime
+        prime = self._prime is not None and not self._here.without_prime and self._attention_as_captured()
         ctx.fresh = prime and prime_admission.is_fresh(ctx, call.position_ids, self._decoder)
         return ctx
 

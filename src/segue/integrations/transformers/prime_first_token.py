@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from segue import _torch
+from segue.capture.isolation import warn_of_lazy_capture
 from segue.capture.places import Places
 from segue.devices import Device, Pool
 from segue.errors import InputError, ReplayError, UsageError
@@ -122,6 +123,7 @@ class FirstTokenGraphs:
             if bucket not in self._seen:
                 self._seen.add(bucket)
                 return None
+            warn_of_lazy_capture(self._device)
             graph = self.capture(bucket)
             if graph is None:
                 return None

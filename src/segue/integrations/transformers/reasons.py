@@ -91,3 +91,8 @@ def other_causality(now: object, before: object) -> str:
 def other_depth(now: object, before: int) -> str:
     """``config.num_hidden_layers`` was changed: the model runs another number of its layers."""
     return f"config.num_hidden_layers={now}, and {before} when the model was accelerated"
+
+
+def other_mode(name: str, now: str, before: str) -> str:
+    """The caller's mode ``name`` is not what it was at the capture."""
+    return f"{name} {now}, and {before} before: {_RECAPTURE}"
