@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dis
+import functools
 import os
 import sys
+from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -63,6 +65,40 @@ def _called(code: CodeType, offset: int) -> str | None:
         if i.opname in _LOADS and i.positions is not None and (i.positions.lineno, i.positions.col_offset) == start:
             return str(i.argval)
     return None
+
+
+def caller_globals() -> list[tuple[dict[str, Any], str, Any]]:
+    """The globals that the code of the nearest user frame may read: the dict, the name, and the value."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not (_known.get(id(frame.f_code)) or _learn(frame.f_code))[1]:
+        frame = frame.f_back
+    held = {} if frame is None else frame.f_globals
+    return [] if frame is None else [(held, name, held[name]) for name in frame.f_code.co_names if name in held]
+
+
+def read_by_callers(knows: Callable[[Any], bool]) -> set[str]:
+    """The attributes and texts that the running functions of the user may have read so far, up to where segue called them.
+
+    ``knows``: only functions count that have a local variable of which this is true, or that call ``current_forward_ctx``.
+    """
+    found: set[str] = set()
+    user, frame = False, cast("FrameType | None", sys._getframe(1))
+    while frame is not None:
+        code = frame.f_code
+        if (_known.get(id(code)) or _learn(code))[1]:
+            user = True
+            if "current_forward_ctx" in code.co_names or any(map(knows, frame.f_locals.values())):
+                found.update(word for at, word in _words(code) if at <= frame.f_lasti)
+        elif user and code.co_filename.startswith(_SKIPPED[1]):
+            break
+        frame = frame.f_back
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _words(code: CodeType) -> list[tuple[int, str]]:
+    reads = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST")
+    return [(i.offset, i.argval) for i in dis.get_instructions(code) if i.opname in reads and isinstance(i.argval, str)]
 
 
 def in_compiled_code() -> bool:

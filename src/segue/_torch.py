@@ -33,6 +33,7 @@ _NEEDED = (
     *("torch._C._dynamo.eval_frame.set_code_exec_strategy", "torch._neg_view", "torch._foreach_copy_"),
     "torch.Generator._cdata",
     *("torch.utils._device.CURRENT_DEVICE", "torch.utils._python_dispatch._get_current_dispatch_mode"),
+    "torch._C._storage_Use_Count",
 )
 
 
@@ -166,6 +167,12 @@ def tensor_at(
 def storage_key(t: Tensor) -> int:
     """Identity of the storage behind ``t``, which is equal exactly for tensors that share a storage."""
     return int(t.untyped_storage()._cdata)
+
+
+def storage_users(t: Tensor) -> int:
+    """How many tensors share the storage behind ``t``, ``t`` included."""
+    storage = t.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the storage's own Python object is counted too
 
 
 def address(t: Tensor) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,16 @@ from property.world import MOST_ROWS, WIDTH, Context, World, differs
 from segue.capture import reference_frame
 from segue.devices import Device
 from segue.runner import GraphRunner, Input
+
+
+@contextmanager
+def written_copies_refused() -> Iterator[None]:
+    """End a case whose forward writes what a break returned of memory that others hold. That is refused by name."""
+    try:
+        yield
+    except segue.CaptureError as e:
+        if "writes what a break returned" not in str(e):
+            raise
 
 
 def values(n: int, seed: int, device: torch.device) -> Tensor:
@@ -69,6 +81,10 @@ class Bare:
         self.contexts: list[tuple[Context, list[Tensor]]] = []
 
     def play(self) -> None:
+        with written_copies_refused():
+            self._play()
+
+    def _play(self) -> None:
         case = self.case
         with torch.inference_mode():
             for i, (bucket, valid) in enumerate(zip(case.buckets, case.at_capture, strict=True)):
@@ -191,6 +207,10 @@ class Served:
         )
 
     def play(self) -> None:
+        with written_copies_refused():
+            self._play()
+
+    def _play(self) -> None:
         case = self.case
         with torch.inference_mode():
             if case.explicit is not None:

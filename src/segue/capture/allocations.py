@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from segue import _source_lines, _torch
+from segue.capture.context_paths import DeepContext
+from segue.capture.copied_memory import CopiedMemory
 from segue.devices import generators
 
 Storages = dict[int, tuple[weakref.ref[Any], str]]  # by address, with the line that made each
@@ -49,6 +51,7 @@ class Allocations(_torch.WatchingMode):
         self.used: set[int] = set()  # addresses of what ops used and this forward didn't make
         self.outside: list[Tensor] = []  # what of that they wrote
         self._from_inputs: Storages = {}
+        self.copies, self.deep = CopiedMemory(), DeepContext()  # of the forward's hand-offs, and of its live context
         self._on = True
         for t in inputs:
             self.comes_from_input(t, "an input of that run")
@@ -96,15 +99,16 @@ class Allocations(_torch.WatchingMode):
         kwargs = kwargs or {}
         if kwargs and self._on:
             generators.note(kwargs)
-        result = func(*args, **kwargs)
         if not self._on:
-            return result
+            return func(*args, **kwargs)
         writes = _torch.written_arguments(func)
         given = {_torch.address(t) for t in _torch.tensors(args, kwargs)}
         self.used.update(a for a in given if not self._lives(a))
         written = _torch.tensors(_torch.written(writes, args, kwargs), {}) if writes[0] else []
+        self.copies.check_write(func, written)
         self._written.update(map(_torch.address, written))
         self.outside += [t.detach() for t in written if not self.has(t)]
+        result = func(*args, **kwargs)
         made = [(a, t) for t in _torch.tensors((result,), {}) if (a := _torch.address(t)) and not self._lives(a)]
         made = [(a, t) for a, t in made if a not in given]
         self._storages.update((a, weakref.ref(t.untyped_storage())) for a, t in made)

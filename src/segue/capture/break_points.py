@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,9 +17,11 @@ from segue import _source_lines, _torch
 from segue.capture.arguments import BoundArguments, of_context
 from segue.capture.code_names import mark_break
 from segue.capture.context_paths import ContextMap, getter, is_plain, show
+from segue.capture.externals import Baked
 from segue.capture.handoff import Allocate, Handoff, first_result, token_dimension, zeros_on
 from segue.capture.modes import Enter, SetVariables, under
 from segue.capture.nested import Branch, StructureChanged, Take, leaves, parts_of, take_apart
+from segue.capture.object_graph import Place
 from segue.capture.op_watch import OpWatch
 from segue.capture.thread_state import state
 from segue.capture.views import cut_rows
@@ -69,6 +72,7 @@ def break_point(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return spec.call(args, kwargs)
 
+    spec.decorated = weakref.ref(wrapper)
     _torch.dynamo_boundary(wrapper, "a segue break point runs eagerly between two graphs")
     mark_break(wrapper)
     return wrapper
@@ -94,6 +98,7 @@ class BreakSpec:
         self.fn, self.trim, self.token_dim, self.out = fn, dict(trim), token_dim, out
         self.label = _source_lines.of(fn)
         self.names = _parameter_names(fn)
+        self.decorated: Callable[[], Any] = _ignore_nothing  # gives what replaced the function, while that lives
         self.receiver = self.names[:1] in (["self"], ["cls"])
         self.variables = SetVariables(fn)
         for name in (*self.trim, *((out,) if out else ())):
@@ -133,6 +138,24 @@ class BreakSpec:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         return [given[name] for name in names if name in given]
 
+    def note_names(self, args: tuple[Any, ...], baked: Baked, line: str) -> None:
+        """Note where a forward that calls this break finds it: as a global, or as a method."""
+        decorated, user = self.decorated(), f"break {self.label} at {line}"
+        if decorated is None:
+            return
+        for held, name, value in _source_lines.caller_globals():
+            if value is decorated:
+                baked.slots[id(held), name] = Place(held, name, name, None), decorated, user
+        owner = args[0] if self.receiver and args else None
+        cls = owner if isinstance(owner, type) else type(owner)
+        own = getattr(owner, "__dict__", {})
+        for name in [name for base in cls.__mro__ for name, value in vars(base).items() if value is decorated]:
+            label = f"{cls.__qualname__}.{name}"
+            if getattr(cls, name) is decorated and name not in own:
+                baked.slots[id(cls), name] = Place(cls, name, label, None), decorated, user
+                if isinstance(own, dict) and own:
+                    baked.slots[id(own), name] = Place(own, name, label, None), None, user
+
     def _argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in kwargs:
             return kwargs[name]
@@ -157,7 +180,7 @@ class Break:
 
     Args:
         spec: the break point. ``args``, ``kwargs``, ``into``: of its call at capture, held until :meth:`first_run`.
-        watch: of the capture. None in the reference, which has no replays.
+        watch: of the capture, and ``baked``: what its breaks have bound. None in the reference, which has no replays.
         enters: the modes that the forward has entered around the call, which each replay enters again.
         where: what errors call this break.
     """
@@ -170,16 +193,21 @@ class Break:
         into: Any,
         *,
         watch: OpWatch | None,
+        baked: Baked | None = None,
         where: str,
         enters: Sequence[Enter] = (),
     ) -> None:
         self.spec, self.where, self._op_watch, self._fn, self._enters = spec, where, watch, spec.fn, enters
         self._first = (args, kwargs, into)
-        if watch is not None:
-            self._fn = of_context(spec.fn, where)
-        self._bound = None if watch is None else BoundArguments(
-            spec.names, args, kwargs, watch=watch, trim=spec.trim, receiver=spec.receiver, where=where
-        )  # fmt: skip
+        self._bound: BoundArguments | None = None
+        if watch is not None and baked is not None:
+            self._fn = of_context(spec.fn, watch.deep, where)
+            self._bound = BoundArguments(
+                spec.names, args, kwargs, watch=watch, baked=baked, trim=spec.trim, receiver=spec.receiver,
+                user=f"break {spec.label}", line=self.called_at, into=into, where=where,
+            )  # fmt: skip
+            if baked.bare:
+                spec.note_names(args, baked, self.called_at)
         self._take: Take = _ignore
         self._single: Handoff | None = None  # the whole result is one tensor
         self._nothing = False  # the whole result is None
@@ -264,7 +292,9 @@ class Break:
         cut = memory if state.asked_rows else _memory(self.spec.named(self.spec.trim, args, kwargs))
         ours = _made_by_forward if self._op_watch is None else self._op_watch.pool.owns
         allocate: Allocate = _allocate_outside_pool(arguments, result) if self._op_watch is None else self._op_watch.allocate
-        contexts = ContextMap(state.ctx)
+        notes = self._op_watch or state.made
+        copies = None if notes is None else notes.copies
+        contexts = ContextMap(state.ctx, None if notes is None else notes.deep)
         seen: dict[int, tuple[Tensor, list[Any]]] = {}
         handoffs = self._settled
         times = Counter(id(v) for v in leaves(result))
@@ -287,6 +317,8 @@ class Break:
                 cut_memory=(owned and state.asked_rows) or _lies_in(value, cut), allocate=allocate, path=path, where=self.where,
             )  # fmt: skip
             self._weaken(handoff)
+            if copies is not None and kept is not value:
+                copies.note(kept, value, f"{self.where}: {path}", owned)
             handoffs.append(handoff)
             last: list[Any] = []
             seen[id(value)] = kept, last
@@ -412,6 +444,10 @@ def _elements_read(t: Tensor) -> Any:
 
 def _equal(a: Any, b: Any) -> bool:
     return bool(a == b or (a != a and b != b))  # NaN counts as equal to NaN
+
+
+def _ignore_nothing() -> None:
+    return None
 
 
 def _made_by_forward(t: Tensor) -> bool:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from segue import _source_lines, _torch, devices
+from segue.capture.break_memory import BreakMemory
 from segue.capture.break_points import Break, BreakSpec
-from segue.capture.externals import External, Externals
+from segue.capture.externals import Baked, External, Externals
 from segue.capture.isolation import forget_casts, no_garbage_collection, one_capture, tuned_kernel, uninterrupted
 from segue.capture.leftovers import Leftovers
 from segue.capture.modes import CallerModes, Modes, entered_by_forward, modes_now
@@ -89,6 +90,7 @@ class BreakableCapture:
         self._places: Places | None = None  # made when the capture begins, as the forward may change what it decides by
         self._op_watch = OpWatch(self.pool, self.name, self._own)
         self._leftovers: Leftovers | None = None
+        self._break_memory, self._baked = BreakMemory(), Baked(root is None)
         self._at_end: list[Callable[[], object]] = []
         self._recording: Recording | None = None
         self._program: Program | None = None
@@ -157,8 +159,8 @@ class BreakableCapture:
 
     @property
     def unnamed_externals(self) -> Sequence[External]:
-        """The :attr:`externals` that the root doesn't reach by a name, so that each replay checks the addresses of the objects
-        used.
+        """The :attr:`externals`, and tensors that breaks were given, which the root doesn't reach by a name, so that each replay
+        checks the addresses of the objects used.
         """
         return () if self._program is None else tuple(self._program.externals.unnamed)
 
@@ -297,7 +299,8 @@ class BreakableCapture:
             asks_grad = torch.is_grad_enabled() and not state.grad
             here = modes_now(self._kind)
             enters, plain = entered_by_forward(self._began, here, asks_grad, spec.variables, where)
-            step = Break(spec, args, kwargs, into, watch=self._op_watch, where=where, enters=enters)
+            self._break_memory.begin()
+            step = Break(spec, args, kwargs, into, watch=self._op_watch, baked=self._baked, where=where, enters=enters)
             step.bound.plain.update(plain)
             if self._leftovers is not None:
                 self._leftovers.before_break(getattr(spec.fn, "__code__", None), where)
@@ -360,6 +363,7 @@ class BreakableCapture:
         self._status, self._failure = "failed", f"{type(error).__name__}: {error}"
         self._program = None
         self._error = self._op_watch.error = None
+        self._forget()
         self._counts = self.graphs, self.breaks
         self._steps.clear()
         while self._unlaunched:
@@ -376,12 +380,26 @@ class BreakableCapture:
 
     def _prove(self) -> Externals:
         """See, before the last segments are launched, that nothing in them belongs to another capture."""
-        baked = {path: held for s in self._steps if isinstance(s, Break) for path, held in s.bound.context_tensors.items()}
         self._op_watch.claim()
         self._counts = self.graphs, self.breaks
         assert self._places is not None
-        early = self._defer_checks and self._op_watch.harmless
-        return Externals(self.externals, self._places, baked, early, self._remedy, self._own)
+        early, deep = self._defer_checks and self._op_watch.harmless, self._op_watch.deep
+        externals = Externals(self.externals, self._places, self._baked, deep, early, self._remedy, self._own)
+        used = [*self.externals, *self._baked.tensors.values()]
+        if (made := self._break_memory.made(used, self.device.torch_device)) is not None:
+            raise CaptureError(
+                f"{self.name}: {made.op} at {made.where} uses a tensor {tuple(made.tensor.shape)} that a break made during the "
+                "capture and didn't hand on. At a replay the break makes another, and this one would be used for ever. Return it "
+                "from the break, or put it on the live context for other breaks to read; if it is made once and kept, as a cache "
+                "is, run the forward once before the capture."
+            )
+        self._forget()
+        return externals
+
+    def _forget(self) -> None:
+        """Let go of what only a capture that is being made has to know."""
+        self._break_memory, self._baked = BreakMemory(), Baked()
+        self._op_watch.forget()
 
     def _begin_segment(self) -> None:
         forget_casts()

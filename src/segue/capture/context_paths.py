@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import islice
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -20,6 +21,8 @@ PLAIN = (
     bool, int, float, complex, str, bytes, enum.Enum, range, torch.dtype, torch.device, torch.layout, torch.memory_format,
     torch.Size,
 )  # fmt: skip
+DEEPEST, MOST = 12, 20_000  # levels and values of a context that are looked at
+_MOST_PATHS = 4  # to one object
 _FROZEN = (*PLAIN, type, FunctionType, BuiltinFunctionType, ModuleType)
 
 
@@ -48,45 +51,117 @@ def getter(path: Path) -> Callable[[Any], Any]:
 
 
 class ContextMap:
-    """Finds the paths to each object within two levels of a context, by identity."""
+    """Finds the paths to each object of a context, by identity, the shortest first.
 
-    def __init__(self, ctx: Any) -> None:
+    The walk enters each object once. It goes ``levels`` deep and looks at no more than ``most`` values. ``whole`` says that there
+    is nothing beyond. ``deep``: where else to look for what isn't found.
+    """
+
+    def __init__(self, ctx: Any, deep: DeepContext | None = None, levels: int = 2, most: int = 2_000) -> None:
+        self.ctx, self.whole, self._deep = ctx, True, deep
         self._paths: dict[int, list[Path]] = {}
         self._storages: dict[int, list[Path]] = {}
+        self._nones: list[Path] = []
         self._keep: list[Any] = []  # the objects, so that Python doesn't give their ids to others while the map lives
         if ctx is not None:
-            self._add(ctx)
+            self._add(ctx, levels, most)
 
     def find(self, value: Any) -> Path | None:
-        """The path to ``value``, if it is the context or an object within two levels of it. Plain values have none."""
+        """The path to ``value``, if it is the context or an object that it holds. Plain values have none."""
         paths = self.paths(value)
         return paths[0] if paths else None
 
     def paths(self, value: Any) -> list[Path]:
-        """Every path to ``value``, the shortest first: what is one object now may be two in another forward's context."""
-        return [] if is_plain(value) else self._paths.get(id(value), [])
+        """Paths to ``value``, the shortest first: what is one object now may be two in another forward's context."""
+        if is_plain(value):
+            return []
+        found = self._paths.get(id(value), [])
+        return found if found or self.whole or self._deep is None else self._deep.paths(self.ctx, value)
 
     def find_memory(self, t: Tensor) -> list[Path]:
         """The paths to tensors of the context that share ``t``'s storage."""
-        return self._storages.get(_torch.storage_key(t), []) if self._storages else []
+        found = self._storages.get(_torch.storage_key(t), []) if self._storages else []
+        return found if found or self.whole or self._deep is None else self._deep.find_memory(self.ctx, t)
 
-    def _add(self, ctx: Any) -> None:
+    def nones(self, keys: Collection[Any]) -> list[Path]:
+        """The first paths at which the context has None, of those that end with one of ``keys``. At most four levels deep, for
+        engines hold what breaks take there, and a None has no identity that would tell it from others.
+        """
+        if not self.whole and self._deep is not None:
+            return self._deep.nones(self.ctx, keys)
+        return list(islice((path for path in self._nones if 0 < len(path) <= 4 and path[-1][1] in keys), _MOST_PATHS))
+
+    def let_go(self) -> None:
+        """Stop holding the tensors: a cache that grows would be in memory twice. Paths must be read again before they count."""
+        self._keep = [value for value in self._keep if not isinstance(value, Tensor)]
+
+    def _add(self, ctx: Any, levels: int, most: int) -> None:
         # Level by level: if a longer path to an object came first, what lies below it by a shorter path would be missed.
         level: list[tuple[Any, Path]] = [(ctx, ())]
-        for deeper in (True, True, False):
+        seen = 1
+        for depth in range(levels + 1):
             below: list[tuple[Any, Path]] = []
             for value, path in level:
                 if is_plain(value):
+                    if value is None:
+                        self._nones.append(path)
                     continue
                 known = self._paths.setdefault(id(value), [])
-                known.append(path)
+                new = not known
+                if len(known) < _MOST_PATHS:
+                    known.append(path)
+                self._keep.append(value)
                 if isinstance(value, Tensor):
                     if value.layout is torch.strided:
                         self._storages.setdefault(_torch.storage_key(value), []).append(path)
-                elif deeper and len(known) == 1:
-                    below += [(child, (*path, step)) for step, child in children(value)]
-                self._keep.append(value)
+                elif new:
+                    room = most - seen if depth < levels else 0
+                    found = [(child, (*path, step)) for step, child in islice(children(value), room + 1)]
+                    self.whole = self.whole and len(found) <= room
+                    below += found[:room]
+                    seen += len(found[:room])
             level = below
+
+
+class DeepContext:
+    """The context of one forward, walked to its end or some levels and tens of thousands of values far.
+
+    Engines hold metadata three levels deep, and beside it what reaches the whole process. So this walk is made once a forward,
+    when that of a single break was too short, and what it found is read again before it counts.
+    """
+
+    def __init__(self) -> None:
+        self._map: ContextMap | None = None
+
+    def paths(self, ctx: Any, value: Any) -> list[Path]:
+        """The paths to ``value``, as :meth:`ContextMap.paths`."""
+        return [path for path in self._of(ctx).paths(value) if _read(path, ctx) is value]
+
+    def find_memory(self, ctx: Any, t: Tensor) -> list[Path]:
+        """The paths to tensors that share ``t``'s storage."""
+        key, found = _torch.storage_key(t), self._of(ctx).find_memory(t)
+        return [p for p in found if isinstance(now := _read(p, ctx), Tensor) and _torch.storage_key(now) == key]
+
+    def nones(self, ctx: Any, keys: Collection[Any]) -> list[Path]:
+        """As :meth:`ContextMap.nones`."""
+        return [path for path in self._of(ctx).nones(keys) if _read(path, ctx) is None]
+
+    def whole(self, ctx: Any) -> bool:
+        """Whether the walk reached the end of ``ctx``."""
+        return self._of(ctx).whole
+
+    def _of(self, ctx: Any) -> ContextMap:
+        if self._map is None or self._map.ctx is not ctx:
+            self._map = ContextMap(ctx, None, DEEPEST, MOST)
+            self._map.let_go()
+        return self._map
+
+
+def _read(path: Path, ctx: Any) -> Any:
+    try:
+        return getter(path)(ctx)
+    except (AttributeError, KeyError, IndexError, TypeError):
+        return None
 
 
 def children(value: Any) -> Iterator[tuple[PathStep, Any]]:

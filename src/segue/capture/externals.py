@@ -16,7 +16,7 @@ from torch import Tensor
 
 from segue import _torch
 from segue.capture.allocations import made_from_input
-from segue.capture.context_paths import ContextMap, getter, show
+from segue.capture.context_paths import ContextMap, DeepContext, Path, getter, show
 from segue.capture.decisions import Change
 from segue.capture.object_graph import Place
 from segue.capture.places import Places
@@ -44,13 +44,45 @@ class External:
     parts: list[Tensor] = field(default_factory=list)
 
 
+@dataclass
+class FrozenObject:
+    """An argument of a break that is no tensor and that the context doesn't hold. Each replay gives the break this object.
+
+    Where the captured function holds the object by name, somebody keeps it up to date. Elsewhere the forward may have made it, so
+    that what is in it is frozen too: ``tensors``, and why that must not be, ``refusal``.
+    """
+
+    value: Any
+    refusal: str = ""
+    tensors: list[External] = field(default_factory=list)
+
+
+@dataclass
+class Baked:
+    """What the breaks of one capture have bound and a replay would go on with.
+
+    ``tensors``: arguments outside the pool, by storage. ``context_tensors``: tensors of the live context of which an argument is
+    a view, by path. ``objects``: arguments that are frozen, by id. ``slots``: places that decide which function a break's name
+    stands for, with what they held at capture and the break in words. They are for a ``bare`` capture: of a function that was
+    captured, the code tells. ``nones``: paths of the context at which an argument's None was, with the argument in words.
+    """
+
+    bare: bool = False
+    tensors: dict[int, External] = field(default_factory=dict)
+    context_tensors: dict[str, tuple[Callable[[Any], Any], Tensor]] = field(default_factory=dict)
+    objects: dict[int, FrozenObject] = field(default_factory=dict)
+    slots: dict[tuple[int, str], tuple[Place, Any, str]] = field(default_factory=dict)
+    nones: dict[Path, str] = field(default_factory=dict)
+
+
 class Externals:
     """The externals of one capture: where each is held, and the check that it still is.
 
     Args:
         externals: what segments read or write outside the pool.
         places: those of the function that was captured, found before the capture.
-        context_tensors: tensors of the live context whose address a break's arguments have baked, by path.
+        baked: what breaks have bound. Tensors there count as externals.
+        deep: the context of the capture.
         defer_checks: the first segment may run before the rest is checked. The caller knows that this segment was seen to write
             nothing outside the pool, and that nobody reads what the last replay left in the pool.
         remedy: what errors tell the user to do, beside undoing a change.
@@ -69,11 +101,16 @@ class Externals:
         self,
         externals: list[External],
         places: Places,
-        context_tensors: Mapping[str, tuple[Callable[[Any], Any], Tensor]],
+        baked: Baked,
+        deep: DeepContext,
         defer_checks: bool,
         remedy: str = "capture again",
         own: Mapping[int, Place] = MappingProxyType({}),
     ) -> None:
+        _settle_frozen(baked, places)
+        known = {_torch.storage_key(e.tensor) for e in externals}
+        externals = [*externals, *(e for key, e in baked.tensors.items() if key not in known)]
+
         def search() -> list[Place | None]:
             return [own.get(_torch.storage_key(e.tensor)) or places.of(e.tensor) for e in externals]
 
@@ -87,11 +124,11 @@ class Externals:
             found = [*found, *(places.of(e.tensor) for e in externals[len(found) :])]
         places.decisions.settle()
         self._decisions, self._remedy = places.decisions, remedy
-        contexts = ContextMap(state.ctx)
+        contexts = ContextMap(state.ctx, deep)
         named: list[tuple[Place, External]] = []
         self.unnamed: list[External] = []
         self._context: list[tuple[str, Callable[[Any], Any], int, External | None]] = [
-            (path, get, t.data_ptr(), None) for path, (get, t) in context_tensors.items()
+            (path, get, t.data_ptr(), None) for path, (get, t) in baked.context_tensors.items()
         ]
         for external, place in zip(externals, found, strict=True):
             if place is not None:
@@ -112,6 +149,8 @@ class Externals:
             )
             for first in (True, False)
         )
+        self._slots = list(baked.slots.values())
+        self._nones = [(show(path), getter(path), user) for path, user in baked.nones.items()]
 
     def check(self) -> None:
         """Check that everything a segment baked is where it was, and what Python decided by as it was.
@@ -128,6 +167,23 @@ class Externals:
         if self._decisions.changed() is not None:
             self._decisions.check(self._remedy)
         self._rest.check()
+        for place, then, user in self._slots:
+            if place.get() is not then:
+                raise ReplayError(
+                    f"{place.name} was replaced since the capture, and {user} would go on with the old one. Put that back, or "
+                    f"{self._remedy}."
+                )
+        for path, get, user in self._nones:
+            try:
+                now = get(state.ctx)
+            except (AttributeError, KeyError, IndexError, TypeError):
+                continue
+            if now is not None:
+                raise ReplayError(
+                    f"{path} was None at capture and is a {type(now).__qualname__} now. {user} got that None, and a replay would "
+                    f"go on giving it. Read it inside the break, from current_forward_ctx(), or {self._remedy} with what is "
+                    "there now."
+                )
 
     def changed(self) -> Change | None:
         """What Python decided by and is something else now; None if nothing is."""
@@ -214,6 +270,18 @@ def _context_moved(path: str, external: External | None) -> ReplayError:
         f"{path} is another tensor than at capture, and {reader} has baked the old one's address. Declare it as an input, read "
         "it inside a break, or keep one tensor and copy_ into it."
     )
+
+
+def _settle_frozen(baked: Baked, places: Places) -> None:
+    """See which frozen objects the root holds: those are compared with the rest of what the code decided by. What the others hold
+    counts as bound by the break.
+    """
+    for frozen in baked.objects.values():
+        if (frozen.refusal or frozen.tensors) and not places.holds(frozen.value):
+            if frozen.refusal:
+                raise CaptureError(frozen.refusal)
+            for use in frozen.tensors:
+                baked.tensors.setdefault(_torch.storage_key(use.tensor), use)
 
 
 def _inside_compiled_code(externals: list[External], places: Places) -> list[External]:

@@ -81,13 +81,13 @@ def take_apart(value: Any, dims: TokenDims = None, path: str = "output", opaque:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Every leaf of a nested structure, in order."""
-    parts = parts_of(value)
-    if parts is None:
-        yield value
-    else:
-        for _, child in parts:
-            yield from leaves(child)
+    """Every leaf of a nested structure, in order. What contains itself is entered once."""
+    return _leaves(value, ())
+
+
+def contents(value: Any) -> Any:
+    """What a nested structure holds, by identity: equal as long as nobody changed it."""
+    return _contents(value, ())
 
 
 def parts_of(value: Any) -> list[tuple[Any, Any]] | None:
@@ -128,6 +128,20 @@ def around(value: Any, keys: Sequence[Any]) -> Callable[[list[Any]], Any]:
         return new
 
     return record
+
+
+def _leaves(value: Any, around_it: tuple[int, ...]) -> Iterator[Any]:
+    parts = parts_of(value)
+    if parts is None:
+        yield value
+    elif id(value) not in around_it:
+        for _, child in parts:
+            yield from _leaves(child, (*around_it, id(value)))
+
+
+def _contents(value: Any, around_it: tuple[int, ...]) -> Any:
+    parts = None if id(value) in around_it else parts_of(value)
+    return id(value), parts and [(key, _contents(child, (*around_it, id(value)))) for key, child in parts]
 
 
 def _dim_of(token_dims: TokenDims, key: Any, count: int, path: str) -> TokenDims:

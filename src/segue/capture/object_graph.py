@@ -185,6 +185,26 @@ def reached(root: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     yield from ((place.name, value) for place, value in walk(root, name, is_users))
 
 
+def parts_within(obj: Any, levels: int = 3, most: int = 500) -> list[Any]:
+    """The tensors and the objects of other kinds that ``obj`` holds by name, some levels deep. Modules are not entered, and what
+    a function finds in its globals is not its own.
+    """
+    found: list[Any] = []
+    seen: dict[int, Any] = {}  # held, since Python would give the id of a temporary object to another
+    level = [obj]
+    for _ in range(levels):
+        below = []
+        for value in level:
+            own = getattr(value, "__globals__", None)
+            below += [h.value for h in held_by(value) if h.holder is not own and not (is_plain(h.value) or id(h.value) in seen)]
+            seen.update((id(v), v) for v in below)
+        found += below
+        level = [v for v in below if not isinstance(v, Tensor | torch.nn.Module)]
+        if len(found) > most:
+            break
+    return found[:most]
+
+
 def plain_values(root: Any, name: str = "") -> dict[str, Any]:
     """Numbers and strings by name: attributes, items, closure cells, and globals that a function uses."""
     return {label: value for label, value in reached(root, name) if value.__class__ in _PLAIN}

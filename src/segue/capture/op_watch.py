@@ -8,6 +8,7 @@ compiled code compiled.
 from __future__ import annotations
 
 import functools
+import gc
 import re
 import threading
 import weakref
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from segue import _source_lines, _torch, _torch_modes
+from segue.capture.context_paths import DeepContext
+from segue.capture.copied_memory import CopiedMemory
 from segue.capture.externals import External
 from segue.devices import Pool, Recording
 from segue.errors import CaptureError
@@ -84,6 +87,7 @@ class OpWatch(_torch.WatchingMode):
         self._made: set[int] = set()
         self._outside: set[int] = set()  # addresses of externals
         self._blocks_before: list[tuple[int, int]] = []  # pool blocks that were alive when the capture began
+        self._young_before: dict[int, weakref.ref[Any]] = {}  # objects by id, which may be given out again
         self.externals: dict[int, External] = {}  # by storage
         self._unsure: dict[int, External] = {}  # those of this segment, which may lie in memory that the pool took in it
         self.recording: Recording | None = None
@@ -94,6 +98,7 @@ class OpWatch(_torch.WatchingMode):
         self.read_modes: set[str] = set()  # of the modes that only some ops read, those that an op has read
         self.error: BaseException | None = None  # the first refusal, even if the forward swallowed it
         self.pool = pool
+        self.copies, self.deep = CopiedMemory(), DeepContext()  # of the hand-offs, and of the live context
         self._observer = _observing.observer
         self._record: Callable[..., Any] = _no_recording
 
@@ -209,10 +214,20 @@ class OpWatch(_torch.WatchingMode):
 
     def begin(self) -> None:
         """Note whether the caller has set a default device, and which blocks of the pool are alive already. These are other
-        captures' outputs, which this one must not read.
+        captures' outputs, which this one must not read. Note also which objects are as young as those that the forward will make.
         """
         self._blocks_before = self.pool.blocks()
         self._device_is_set = any(map(_torch_modes.sets_device, _torch_modes.function_modes()))
+        self._young_before = {id(o): weakref.ref(o) for o in gc.get_objects(generation=0) if type(o).__weakrefoffset__}
+
+    def forget(self) -> None:
+        """Let go of the context, of the hand-offs and of what there was before, at the end of the capture."""
+        self.copies, self.deep, self._young_before = CopiedMemory(), DeepContext(), {}
+
+    def is_new(self, obj: Any) -> bool:
+        """Whether ``obj`` was made in this capture. The garbage collector, which is off, counts such objects as young."""
+        before = self._young_before.get(id(obj))
+        return (before is None or before() is not obj) and any(other is obj for other in gc.get_objects(generation=0))
 
     def allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate memory of the pool for a hand-off, which a break is about to write. ``stride`` is in elements."""
@@ -272,7 +287,9 @@ class OpWatch(_torch.WatchingMode):
         )
 
     def _write(self, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for t in _tensors(_torch.written(op.writes, args, kwargs)):
+        written = list(_tensors(_torch.written(op.writes, args, kwargs)))
+        self.copies.check_write(op.name, written)
+        for t in written:
             if t.layout is torch.strided:
                 key = _torch.storage_key(t)
                 external = self.externals.get(key)

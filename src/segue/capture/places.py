@@ -72,6 +72,10 @@ class Places:
         held = None if place is None else place.get()
         return place if isinstance(held, Tensor) and _torch.storage_key(held) == key else None
 
+    def holds(self, obj: Any) -> bool:
+        """Whether the root reaches ``obj`` by a name now. This takes another walk."""
+        return self.root is not None and any(value is obj for _, value in walk(self.root))
+
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that are held at the places now."""
         for place in self._found.values():

@@ -20,7 +20,7 @@ class StepSummary:
 
     ``kind``: ``"segment"`` or ``"break"``. ``what``: its number or label. ``where``: the line of its first op, or of the
     break's call. ``ops``: of a segment. ``handoffs``, ``handoff_bytes``: tensors that a break hands to later segments, and
-    their size.
+    their size. ``frozen``: the objects among a break's arguments that each replay gets again, as ``name: type``.
     """
 
     kind: str
@@ -29,15 +29,16 @@ class StepSummary:
     ops: int = 0
     handoffs: int = 0
     handoff_bytes: int = 0
+    frozen: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class BucketSummary:
     """A captured bucket.
 
-    ``steps``: in the order of a replay. ``named``: how many tensors outside the pool, inputs apart, its segments use and the
-    function holds by name. ``unnamed``: the others, in words. ``pool_bytes``: what the pool holds once this bucket and the
-    larger ones are captured.
+    ``steps``: in the order of a replay. ``named``: how many tensors outside the pool, inputs apart, its segments use or its
+    breaks are given, and the function holds by name. ``unnamed``: the others, in words. ``pool_bytes``: what the pool holds once
+    this bucket and the larger ones are captured.
     """
 
     bucket: int
@@ -102,19 +103,20 @@ def _summary(sandbox: Sandbox, trial: TrialCall, log: OpLog) -> BucketSummary:
     for step in capture.steps:
         if isinstance(step, Break):
             size = sum(h.buffer.nbytes for h in step.handoffs)
-            steps.append(
-                StepSummary("break", step.spec.label, step.called_at, handoffs=len(step.handoffs), handoff_bytes=size)
-            )
+            frozen = tuple(f"{name}: {type(value).__qualname__}" for name, value in step.bound.frozen.items())
+            label, where, handoffs = step.spec.label, step.called_at, len(step.handoffs)
+            steps.append(StepSummary("break", label, where, handoffs=handoffs, handoff_bytes=size, frozen=frozen))
         else:
             ops = [op for op in log.ops if op.segment == segment]
             steps.append(StepSummary("segment", f"segment {segment}", ops[0].where if ops else "", ops=len(ops)))
             segment += 1
-    outside = [e for e in capture.externals if not owns(e.tensor)]  # an input's buffer isn't looked for by name
+    # An input's buffer isn't looked for by name.
+    named = [name for name, e in capture.externals_check.named if not owns(e.tensor)]
     unnamed = [e for e in capture.unnamed_externals if not owns(e.tensor)]
     return BucketSummary(
         trial.bucket,
         tuple(steps),
-        len(outside) - len(unnamed),
+        len(named),
         tuple(f"{list(e.tensor.shape)} of {e.tensor.dtype}, used by {e.op} at {e.where}" for e in unnamed),
         sandbox.recorder.pool.usage().reserved,
     )

@@ -66,4 +66,5 @@ def _step_row(i: int, step: StepSummary) -> dict[str, Any]:
         "where": step.where,
         "ops": step.ops if step.kind == "segment" else None,
         "hand-offs": step.handoffs if step.kind == "break" else None,
+        "frozen objects": ", ".join(step.frozen) or None,
     }
