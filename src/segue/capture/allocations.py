@@ -97,18 +97,18 @@ class Allocations(_torch.WatchingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if kwargs and self._on:
-            generators.note(kwargs)
         if not self._on:
             return func(*args, **kwargs)
+        if kwargs:
+            generators.note(kwargs)
         writes = _torch.written_arguments(func)
-        given = {_torch.address(t) for t in _torch.tensors(args, kwargs)}
-        self.used.update(a for a in given if not self._lives(a))
         written = _torch.tensors(_torch.written(writes, args, kwargs), {}) if writes[0] else []
         self.copies.check_write(func, written)
+        result = func(*args, **kwargs)
+        given = {_torch.address(t) for t in _torch.tensors(args, kwargs)}
+        self.used.update(a for a in given if not self._lives(a))
         self._written.update(map(_torch.address, written))
         self.outside += [t.detach() for t in written if not self.has(t)]
-        result = func(*args, **kwargs)
         made = [(a, t) for t in _torch.tensors((result,), {}) if (a := _torch.address(t)) and not self._lives(a)]
         made = [(a, t) for a, t in made if a not in given]
         self._storages.update((a, weakref.ref(t.untyped_storage())) for a, t in made)

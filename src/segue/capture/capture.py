@@ -191,7 +191,7 @@ class BreakableCapture:
             self._status = "recording"
             try:
                 self._op_watch.begin()
-                if self._root is not None:
+                if self._root is not None and not self._places.leaves_nothing:
                     self._leftovers = Leftovers(self._places.root, state.ctx, self._places.name)
                 self._begin_segment()
             except BaseException as e:
@@ -212,6 +212,8 @@ class BreakableCapture:
                 self._launch()  # a segment's first launch decides how it is launched from then on, so before the program is made
                 if self._leftovers is not None:
                     self._leftovers.check(self.name)
+                    assert self._places is not None
+                    self._places.leaves_nothing = self._places.once
                 modes = CallerModes(self._kind, self._began, self._op_watch.read_modes)
                 self._program = Program(self._steps, externals, modes, self.pool, self.rows, self.name)
                 for fn in self._at_end:

@@ -213,8 +213,8 @@ class OpWatch(_torch.WatchingMode):
                 self.prove(external.tensor, external.op, external.where)
 
     def begin(self) -> None:
-        """Note whether the caller has set a default device, and which blocks of the pool are alive already. These are other
-        captures' outputs, which this one must not read. Note also which objects are as young as those that the forward will make.
+        """Note whether the caller has set a default device, which blocks of the pool are alive already, and which objects are as
+        young as those that the forward will make. The blocks are other captures' outputs, which this one must not read.
         """
         self._blocks_before = self.pool.blocks()
         self._device_is_set = any(map(_torch_modes.sets_device, _torch_modes.function_modes()))

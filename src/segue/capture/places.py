@@ -26,6 +26,8 @@ class Places:
     ``outside``: modules that run outside the graphs. By default what the root's attribute ``outside`` has, where there is one.
     ``ctx``: the live context, by default that of the innermost ``active_forward``. ``also``: names that code says.
 
+    ``once``: what one forward leaves behind in the user's objects all do, so that one capture looks. It sets ``leaves_nothing``.
+
     ``compiled``: whether the root reaches compiled code. ``writes_unseen``: whether some of it may write tensors that it was
     given, which no mode sees: any but that of :func:`~segue.compile_dynamic`.
     """
@@ -37,8 +39,11 @@ class Places:
         outside: Iterable[torch.nn.Module] | None = None,
         ctx: Any = None,
         also: Iterable[str] = (),
+        *,
+        once: bool = False,
     ) -> None:
         self.root, self.name = root, name
+        self.once, self.leaves_nothing = once, False
         names = Names()
         names.all.update(also)
         found = self._search(names)

@@ -42,7 +42,7 @@ class Prime:
 
 def places_of(trunk: Trunk) -> Places:
     """The names that a trunk reaches. Errors call what its graphs read ``Prime.trunk.layers.0.weight``."""
-    return Places(trunk, "Prime.trunk")
+    return Places(trunk, "Prime.trunk", once=True)
 
 
 class ScratchForward:

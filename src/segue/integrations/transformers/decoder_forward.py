@@ -44,7 +44,7 @@ class Body:
         """Take what the decoder's code decides by now for what is captured: one walk for all graphs."""
         outside = self.decoder, self.decoder.get_input_embeddings()
         # Whether attention is causal is handed to it as a plain value, by code that no walk from the decoder comes to.
-        self.places = Places(self.decoder, outside=outside, also=("is_causal",))
+        self.places = Places(self.decoder, outside=outside, also=("is_causal",), once=True)
 
     def __call__(self, x: Tensor, position_ids: Tensor) -> Tensor:
         with self._implementation.segue(), nullcontext() if self._layers is None else self._layers.active():
