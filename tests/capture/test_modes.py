@@ -119,6 +119,7 @@ def test_a_replay_under_another_mode_than_the_captures_is_refused_by_name(
     device: Device, forward: Callable[[Tensor], Tensor], under: Under, named: str
 ) -> None:
     x = torch.ones(4, 4, device=device.torch_device)
+    forward(x)  # libraries set themselves up at their first call
     capture = segue.BreakableCapture(device=device, name="bucket 4")
     with capture:
         out = forward(x)
@@ -448,3 +449,22 @@ def test_a_break_inside_a_dispatch_mode_of_the_forwards_is_refused(device: Devic
         out = plus_one(y) * 1
     capture.replay()
     assert out.tolist() == [3.0] * 4
+
+
+def test_a_function_in_a_context_variable_that_no_break_reads_is_a_frameworks_own(device: Device) -> None:
+    """Triton sets its allocator so, a new function at each launch."""
+    allocator: ContextVar[Any] = ContextVar("allocator")
+
+    def forward(x: Tensor) -> Tensor:
+        allocator.set(lambda size: size)
+        return plus_one(x * 2)
+
+    runner = segue.GraphRunner(
+        forward, {"x": segue.Input(0, 0.0)}, [4], device=device, pool=device.new_pool(), progress=False
+    )
+    x = torch.ones(4, 4, device=device.torch_device)
+    with torch.inference_mode():
+        for _ in range(4):
+            assert torch.equal(runner(x), forward(x))
+    assert runner.stats.replayed == 2
+    runner.close()

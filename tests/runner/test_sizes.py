@@ -9,6 +9,7 @@ import torch
 
 import segue
 from runner.rows import close
+from segue.capture.rehearsal import IndexChecks
 from segue.errors import UsageError
 from segue.runner import Input
 
@@ -126,3 +127,29 @@ def test_a_forward_that_can_not_run_at_another_size_is_served_as_before(make, mo
     for i in range(3):
         assert runner(model.x(8, i)).shape == (8, 4)
     assert runner.stats.replayed == 1
+
+
+INDEXED = {
+    "index": lambda t, i: t[i],
+    "index, the second": lambda t, i: t[:, i],
+    "index, behind a mask": lambda t, i: t[None][torch.ones(1, 4, dtype=torch.bool, device=t.device)][i],
+    "put": lambda t, i: t.index_put_((i,), t[:1].sum()),
+    "gather": lambda t, i: t.gather(0, i[:, None]),
+    "scatter": lambda t, i: t.scatter(0, i[:, None], 1.0),
+    "select": lambda t, i: t.index_select(1, i),
+    "add": lambda t, i: t.index_add(0, i, t[: len(i)]),
+    "embedding": lambda t, i: torch.nn.functional.embedding(i, t),
+    "take": lambda t, i: t.take(i + 12),
+    "a loss": lambda t, i: torch.nn.functional.nll_loss(t, i.expand(4)),
+}
+
+
+@pytest.mark.parametrize("what", list(INDEXED))
+def test_an_index_that_is_out_of_range_is_found_before_its_op_runs(what, model):
+    """On CUDA the op would end all work of the process."""
+    table, op = torch.zeros(4, 4, device=model.device), INDEXED[what]
+    inside, outside = (torch.tensor([i], device=model.device) for i in (3, 4))
+    with IndexChecks():
+        op(table, inside)
+        with pytest.raises(IndexError, match=r"an index from \d+ to \d+ into \d+ rows"):
+            op(table, outside)

@@ -225,9 +225,10 @@ def entered_by_forward(
             enters.append(partial(_torch_modes.inside_function_mode, mode))
             plain[f"function mode {type(mode).__name__}"] = str(_torch_modes.sets_device(mode) or _described(_decided_by(mode)))
     for variable, value, before in variables_set(began.variables, here.variables):
+        # Frameworks keep records and functions of their own in context variables.
+        if (not is_plain(value) or callable(value)) and not known.reads(variable):
+            continue
         if not is_plain(value):
-            if not known.reads(variable):  # frameworks keep records of their own in context variables
-                continue
             raise CaptureError(
                 f"{where}: the forward has set the context variable {variable.name!r} to a {type(value).__qualname__}, which may "
                 "be another one in the next forward, and a replay would go on using this one. Set it inside the break, or hand "

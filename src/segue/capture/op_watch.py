@@ -87,7 +87,7 @@ class OpWatch(_torch.WatchingMode):
         self._made: set[int] = set()
         self._outside: set[int] = set()  # addresses of externals
         self._blocks_before: list[tuple[int, int]] = []  # pool blocks that were alive when the capture began
-        self._young_before: dict[int, weakref.ref[Any]] = {}  # objects by id, which may be given out again
+        self._young_before: dict[int, Any] = {}  # objects by id, held so that no other gets it
         self.externals: dict[int, External] = {}  # by storage
         self._unsure: dict[int, External] = {}  # those of this segment, which may lie in memory that the pool took in it
         self.recording: Recording | None = None
@@ -218,7 +218,7 @@ class OpWatch(_torch.WatchingMode):
         """
         self._blocks_before = self.pool.blocks()
         self._device_is_set = any(map(_torch_modes.sets_device, _torch_modes.function_modes()))
-        self._young_before = {id(o): weakref.ref(o) for o in gc.get_objects(generation=0) if type(o).__weakrefoffset__}
+        self._young_before = {id(o): o for o in gc.get_objects(generation=0)}
 
     def forget(self) -> None:
         """Let go of the context, of the hand-offs and of what there was before, at the end of the capture."""
@@ -226,8 +226,7 @@ class OpWatch(_torch.WatchingMode):
 
     def is_new(self, obj: Any) -> bool:
         """Whether ``obj`` was made in this capture. The garbage collector, which is off, counts such objects as young."""
-        before = self._young_before.get(id(obj))
-        return (before is None or before() is not obj) and any(other is obj for other in gc.get_objects(generation=0))
+        return self._young_before.get(id(obj)) is not obj and any(other is obj for other in gc.get_objects(generation=0))
 
     def allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate memory of the pool for a hand-off, which a break is about to write. ``stride`` is in elements."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from segue import _torch
 from segue.capture.nested import leaves, take_apart
 
 
@@ -55,3 +56,48 @@ class Rehearsal:
         if dim is not None and -t.dim() <= dim < t.dim() and shape[dim] == self._rows:
             shape[dim] = self._other
         return torch.zeros(shape, dtype=t.dtype, device=self._device)
+
+
+class IndexChecks(_torch.WatchingMode):
+    """Raises IndexError for an index that is out of range at another number of rows, before its op runs. On a GPU the op itself
+    would end all work of the process.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for index, size in _indices(func, {**dict(zip(_argument_names(func), args, strict=False)), **kwargs}):
+            if index.numel() and index.dtype not in (torch.bool, torch.uint8):
+                low, high = (int(v) for v in index.aminmax())
+                if low < -size or high >= size:
+                    raise IndexError(f"{func}: an index from {low} to {high} into {size} rows")
+        return func(*args, **kwargs)
+
+
+def _argument_names(func: Any) -> list[str]:
+    schema = getattr(func, "_schema", None)
+    return [] if schema is None else [a.name for a in schema.arguments]
+
+
+def _indices(func: Any, given: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:
+    """The tensors of indices among an op's arguments, each with the size that it points into."""
+    into, dim = given.get("self", given.get("weight")), given.get("dim")
+    if not isinstance(into, Tensor):
+        return
+    for index in (given.get("index"), given.get("indices"), given.get("target")):
+        if isinstance(index, Tensor):
+            if isinstance(dim, int) and into.dim():
+                yield index, into.shape[dim]
+            elif "weight" in given and "self" not in given:  # an embedding
+                yield index, into.shape[0]
+            elif "target" in given:  # a loss by classes
+                yield index, into.shape[min(1, into.dim() - 1)]
+            else:  # take and put
+                yield index, into.numel()
+        elif isinstance(index, list | tuple):
+            at = 0
+            for one in index:
+                if isinstance(one, Tensor):
+                    yield one, into.shape[at] if at < into.dim() else 0
+                    at += one.dim() if one.dtype in (torch.bool, torch.uint8) else 1
+                else:
+                    at += 1

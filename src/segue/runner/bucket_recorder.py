@@ -18,7 +18,7 @@ from segue.capture.isolation import one_capture
 from segue.capture.leftovers import Leftovers
 from segue.capture.object_graph import reached
 from segue.capture.places import Places
-from segue.capture.rehearsal import Rehearsal
+from segue.capture.rehearsal import IndexChecks, Rehearsal
 from segue.capture.thread_state import state
 from segue.devices import Device, Pool
 from segue.errors import CaptureError, InputError, UsageError
@@ -169,6 +169,7 @@ class BucketRecorder:
                 active_forward(ctx if ctx is not None else state.ctx),
                 reference_frame(rows, call.tokens),
                 writes,
+                IndexChecks(),
             ):
                 raw = self.binder.invoke(call, padded, ctx)
         except Exception as e:
