@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,15 @@ def device(request: pytest.FixtureRequest) -> Device:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return devices.resolve(request.param)
+
+
+@pytest.fixture(scope="module")
+def quick_collections() -> Iterator[None]:
+    """Each capture collects garbage first, which takes long with all that a test run has imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,12 +26,8 @@ def _load() -> ModuleType:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Each capture collects garbage first, which takes long with all that a test run has imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+def _quick(quick_collections: None) -> None:
+    """In every file of this folder."""
 
 
 @pytest.fixture

@@ -164,8 +164,7 @@ class Externals:
 
     def check_rest(self) -> None:
         """Do what :meth:`check` does beside :meth:`check_first`."""
-        if self._decisions.changed() is not None:
-            self._decisions.check(self._remedy)
+        self._decisions.check(self._remedy)
         self._rest.check()
         for place, then, user in self._slots:
             if place.get() is not then:
