@@ -380,3 +380,58 @@ def test_what_is_made_anew_at_each_look_hides_nothing(device: Device) -> None:
     with segue.BreakableCapture(device=device, root=forward) as capture:
         forward()
     assert sum(name.endswith("inner.w") for name, _ in capture._program.externals.named) == 9
+
+
+class Worker(nn.Module):
+    """Keeps a workspace, which grows with the longest call."""
+
+    def __init__(self, place: torch.device, where: str) -> None:
+        super().__init__()
+        self.ws, self.where = torch.zeros(8, 4, device=place), where
+
+    def room(self, n: int) -> Tensor:
+        if self.ws.shape[0] < n:
+            with torch.inference_mode(False):
+                self.ws = torch.zeros(n, 4, device=self.ws.device)
+        return self.ws[:n]
+
+    @segue.break_point
+    def seen(self, y: Tensor) -> Tensor:
+        return y + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        room = self.room(x.shape[0])
+        if self.where == "added to":
+            return self.seen(room.add_(x))
+        if self.where == "read first":
+            before = room * 1
+            return self.seen(before + torch.mul(x, 2, out=room))
+        torch.mul(x, 2, out=room)
+        return self.seen(room * 3)
+
+
+class Open(Worker):
+    @segue.break_point
+    def seen(self, y: Tensor) -> Tensor:
+        return y + self.ws[: y.shape[0]]
+
+
+@pytest.mark.parametrize("where", ["overwritten", "added to", "read first", "read by a break"])
+def test_a_workspace_that_a_longer_call_grows_is_held_for_the_graphs_that_overwrite_it(device: Device, where: str) -> None:
+    worker = (Open if where == "read by a break" else Worker)(device.torch_device, where).eval()
+    runner = segue.GraphRunner(
+        worker, {"x": segue.Input(0, 0.0)}, [8], device=device, pool=device.new_pool(), progress=False
+    )
+    x = torch.ones(8, 4, device=device.torch_device)
+    for _ in range(3):
+        runner(x)
+    runner(torch.ones(32, 4, device=device.torch_device))
+    assert runner.stats.eager == 1 and worker.ws.shape[0] == 32
+    if where == "overwritten":
+        for scale in (1, 5):
+            assert torch.equal(runner(x * scale), x * scale * 6 + 1)
+        assert runner.stats.replayed == 3
+    else:
+        with pytest.raises(segue.ReplayError, match=r"\.ws, used by .* has other memory"):
+            runner(x)
+    runner.close()

@@ -7,7 +7,7 @@ memory (``p.data = ...``, a new ``Parameter``) or a cache is replaced, the graph
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import getitem
 from types import MappingProxyType
 from typing import Any
@@ -41,6 +41,28 @@ class External:
     where: str
     segment: int = 0
     written: bool = False
+    filled: list[tuple[int, int]] = field(default_factory=list)  # bytes that ops have overwritten whole, by addresses
+    kept: bool = False  # something read what this capture had not overwritten before
+
+    def fill(self, t: Tensor) -> None:
+        """Note that an op overwrites ``t``, a view of this, without reading it."""
+        if t.is_contiguous():
+            begin, end = t.data_ptr(), t.data_ptr() + t.nbytes
+            apart = [(a, b) for a, b in self.filled if b < begin or end < a]
+            joined = [span for span in self.filled if span not in apart]
+            self.filled = [*apart, (min([begin, *(a for a, _ in joined)]), max([end, *(b for _, b in joined)]))]
+
+    def read(self, t: Tensor) -> None:
+        """Note that an op reads ``t``, a view of this."""
+        if not self.kept:
+            begin = t.data_ptr()
+            end = begin + t.nbytes
+            self.kept = not t.is_contiguous() or not any(a <= begin and end <= b for a, b in self.filled)
+
+    @property
+    def workspace(self) -> bool:
+        """Whether the segments overwrite all that they read of it, so that it need only be there, wherever it is held."""
+        return bool(self.filled) and not self.kept
     parts: list[Tensor] = field(default_factory=list)
 
 
@@ -131,7 +153,11 @@ class Externals:
             (path, get, t.data_ptr(), None) for path, (get, t) in baked.context_tensors.items()
         ]
         for external, place in zip(externals, found, strict=True):
-            if place is not None:
+            key = _torch.storage_key(external.tensor)
+            if place is not None and external.workspace and key not in baked.tensors and place.key not in places.live_names:
+                # Somebody may hold a larger one by now. This capture goes on with its own, which it alone reads.
+                self.unnamed.append(replace(external, seen=external.tensor))
+            elif place is not None:
                 named.append((place, external))
             elif paths := contexts.find_memory(external.tensor):
                 for path in paths:

@@ -54,6 +54,8 @@ _NO_WRAPPER = Tensor.__torch_dispatch__
 _USES_CUDNN = re.compile("conv|cudnn|rnn|lstm|gru|batch_norm")
 _PLAIN = {int, float, bool, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format}
 _TENSOR, _NUMBERS = {"Tensor", "Optional"}, {"int", "float", "bool", "number", "str", "Device", "Generator", "List", "Optional"}
+_FILLS = {"aten::copy_", "aten::fill_", "aten::zero_"}  # beside ops with out=
+_MAY_COPY = {f"aten::{name}" for name in ("reshape", "reshape_as", "contiguous", "flatten", "ravel", "to", "type_as", "_to_copy")}
 _makers: weakref.WeakKeyDictionary[Pool, dict[int, tuple[int, str]]] = weakref.WeakKeyDictionary()
 
 
@@ -63,7 +65,8 @@ class _Op:
 
     ``func``: held, so that its id stays its own. ``plain``: types of arguments that neither are nor hold tensors. ``writes``:
     positions and names of the arguments that it writes. ``restores``: it gives a tensor other memory, as ``set_`` does.
-    ``reads``: the mode that it reads and most ops don't, or "".
+    ``reads``: the mode that it reads and most ops don't, or "". ``fills``: it overwrites what it writes without reading it.
+    ``views``: it reads nothing, and gives another view of an operand.
     """
 
     func: Any
@@ -72,6 +75,8 @@ class _Op:
     writes: tuple[tuple[int, ...], tuple[str, ...]]
     restores: bool
     reads: str
+    fills: bool
+    views: bool
 
 
 _ops: dict[int, _Op] = {}  # by the id of the function, which is a third of what its hash costs
@@ -89,6 +94,7 @@ class OpWatch(_torch.WatchingMode):
         self._blocks_before: list[tuple[int, int]] = []  # pool blocks that were alive when the capture began
         self._young_before: dict[int, Any] = {}  # objects by id, held so that no other gets it
         self.externals: dict[int, External] = {}  # by storage
+        self._uses: list[tuple[int, Tensor]] = []  # operands of the running op outside memory that is known to be this capture's
         self._unsure: dict[int, External] = {}  # those of this segment, which may lie in memory that the pool took in it
         self.recording: Recording | None = None
         self.segment = 0  # the number of the segment that is recorded
@@ -132,6 +138,8 @@ class OpWatch(_torch.WatchingMode):
                 self._hold_externals(a, op)
             if op.writes[0]:
                 self._write(op, args, kwargs)
+            if self._uses:
+                self._note_uses(op, args, kwargs)
             if types and any(t.__torch_dispatch__ is not _NO_WRAPPER for t in types):
                 return NotImplemented  # torch asks the subclass, and its inner ops come here one by one
             result = self._record(func, args, kwargs)
@@ -158,6 +166,8 @@ class OpWatch(_torch.WatchingMode):
             return
         try:
             key = _torch.storage_key(value)
+            if value.numel():
+                self._uses.append((key, value))
             if key in self.externals or not value.numel():
                 return
             address = _torch.storage_span(value)[0]
@@ -171,6 +181,20 @@ class OpWatch(_torch.WatchingMode):
         external = External(value.detach(), value, op.name, _source_lines.caller(), self.segment)
         self.externals[key] = self._unsure[key] = external
         self._outside.add(address)
+
+    def _note_uses(self, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note which externals an op overwrites, and which it reads: one that is overwritten before it is read is a workspace."""
+        uses, self._uses = self._uses, []
+        if op.views:
+            return
+        filled = [t for t in _tensors(_torch.written(op.writes, args, kwargs)) if op.fills]
+        for key, t in uses:
+            external = self.externals.get(key)
+            if external is not None and sum(t is other for _, other in uses) > sum(t is other for other in filled):
+                external.read(t)
+        for t in filled:
+            if t.layout is torch.strided and (external := self.externals.get(_torch.storage_key(t))) is not None:
+                external.fill(t)
 
     def _note_defaults(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note whether an op took the dtype of its result, or its place, from the defaults: where neither operands nor arguments
@@ -318,7 +342,10 @@ def _op_facts(func: Any) -> _Op:
     name = str(func)
     reads = _torch_modes.ATTENTION.name if "scaled_dot_product" in name else ""
     reads = _torch_modes.CUDNN.name if _USES_CUDNN.search(name) else reads
-    op = _ops[id(func)] = _Op(func, name, plain, _torch.written_arguments(func), restores, reads)
+    writes = _torch.written_arguments(func)
+    fills = schema is not None and (schema.name in _FILLS or any(a.is_out for a in schema.arguments))
+    views = schema is not None and not writes[0] and schema.name not in _MAY_COPY and any(r.alias_info for r in schema.returns)
+    op = _ops[id(func)] = _Op(func, name, plain, writes, restores, reads, fills, views)
     return op
 
 
