@@ -154,7 +154,8 @@ class Externals:
         ]
         for external, place in zip(externals, found, strict=True):
             key = _torch.storage_key(external.tensor)
-            if place is not None and external.workspace and key not in baked.tensors and place.key not in places.live_names:
+            elsewhere = key in own or key in baked.tensors  # where others read it
+            if place is not None and external.workspace and not elsewhere and place.key not in places.live_names:
                 # Somebody may hold a larger one by now. This capture goes on with its own, which it alone reads.
                 self.unnamed.append(replace(external, seen=external.tensor))
             elif place is not None:
