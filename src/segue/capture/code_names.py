@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 LIBRARIES = {"torch", "segue", *sys.stdlib_module_names}
 _BREAK = "_segue_break"
-_BY_TEXT = {"getattr", "hasattr", "attrgetter"}  # who reads an attribute by a name that is a constant
+_BY_TEXT = {"getattr", "hasattr", "attrgetter", "__dict__", "vars"}  # who reads an attribute by a name that is a constant
 # Methods that are called without their name. An object that is being made, shown or copied is not being read by a forward.
 _NEVER = {"__init__", "__new__", "__init_subclass__", "__post_init__", "__repr__", "__str__", "__del__", "__reduce__"}
 _NEVER |= {"__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__", "__dir__", "__class_getitem__"}
@@ -90,7 +90,7 @@ class Names:
                 said = own | (self._by_users if is_installed(cls.__module__) else self.all)
                 for home in own_classes(cls):
                     for name, value in list(vars(home).items()):
-                        if (cls, id(value)) in self._read or not _may_run(name, said) or (fn := function_of(value)) is None:
+                        if (cls, id(value)) in self._read or not may_run(name, said) or (fn := function_of(value)) is None:
                             continue
                         self._read.add((cls, id(value)))
                         own |= attributes_of(fn.__code__)
@@ -119,7 +119,8 @@ def is_installed(module: str | None) -> bool:
     return is_library(module) or "site-packages" in file or "dist-packages" in file
 
 
-def _may_run(name: str, said: set[str]) -> bool:
+def may_run(name: str, said: Collection[str]) -> bool:
+    """Whether code that says the names ``said`` may run a method of a class that has this name."""
     return name in said or (name.startswith("__") and name.endswith("__") and name not in _NEVER)
 
 

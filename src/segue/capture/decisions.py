@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from segue import _source_lines
-from segue.capture.code_names import Names, is_installed, is_library, own_classes
+from segue.capture.code_names import Names, function_of, is_installed, is_library, may_run, own_classes
 from segue.capture.compiled import Compiled
 from segue.capture.context_paths import ContextMap, is_plain
 from segue.capture.object_graph import OF_EVERY_MODULE, Place, Visit, is_users
@@ -30,6 +30,7 @@ Kind = Literal["module", "forward", "hook", "global hook", "value"]
 _EVERYWHERE: tuple[dict[int, Any], ...] = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
 _INERT_HOOKS = {"output_capturing_hook"}  # transformers' recorders, which do nothing unless a call asks for what they record
 _BY_KEYS = (nn.ParameterDict, nn.ParameterList)  # whose parameters no code names one by one
+_LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # whose submodules no code names one by one
 _CONTAINERS = (dict, list, deque)
 _WHOLE = (*_CONTAINERS, tuple, FunctionType, MethodType, functools.partial, Compiled, ContextVar)  # whose parts no code names
 _MOST_ITEMS = 256  # of a container whose items are compared: a vocabulary decides by its size alone
@@ -79,8 +80,8 @@ class Decisions:
         self._names, self._called = names.all, names.called
         self._outside = {id(m): m for m in outside}
         self._entries, self._attributes, self._growing = _Entries(), _Attributes(), _Growing(self._names)
-        self._tables, self._hooks, self._classes = _Tables(), _Hooks(), _Classes()
-        self._kinds = (self._classes, self._tables, self._hooks, self._growing, self._entries, self._attributes)
+        self._tables, self._hooks, self._classes, self._sets = _Tables(), _Hooks(), _Classes(), _Sets()
+        self._kinds = self._classes, self._tables, self._hooks, self._growing, self._sets, self._entries, self._attributes
         self._large: dict[str, None] = {}
         self._take(list(visits))
         del self._contexts  # no call's context outlives it here
@@ -147,6 +148,7 @@ class Decisions:
                 self._large[path] = None
             for place, value in held if path not in self._large else ():
                 by_name = isinstance(obj, _WHOLE) or place.key in self._names or place.key in mapped
+                by_name = by_name or (is_module and id(obj) not in self._outside and _is_acting_hook(obj, place, value))
                 if (by_name or isinstance(value, nn.Module)) and self._contexts.find(value) is None:
                     named.setdefault(id(value), own)
                     if not is_class and not (is_module and not _is_attribute(obj, place)):
@@ -157,6 +159,8 @@ class Decisions:
             self._take_class(found)
 
     def _compare(self, place: Place, value: Any) -> None:
+        if isinstance(value, set) and len(value) <= _MOST_ITEMS:
+            self._sets.add(value, place.name)
         if not isinstance(value, Tensor) and not isinstance(place.holder, tuple) and place.key != "__wrapped__":
             (self._entries if place.subscript else self._attributes).add(place.holder, place.key, value, place.name)
 
@@ -170,8 +174,8 @@ class Decisions:
 
     def _take_module(self, module: nn.Module, path: str) -> None:
         inside = {name: child for name, child in module._modules.items() if id(child) not in self._outside}
-        if inside:
-            self._tables.add(module._modules, path, inside)
+        if inside or isinstance(module, _LISTS) or not is_library(type(module).__module__):
+            self._tables.add(module._modules, path, inside, ordered=isinstance(module, _LISTS))
         for table in (module._parameters, module._buffers):
             for name in self._names & {name for name, t in table.items() if t is None}:
                 self._entries.add(table, name, None, f"{path}.{name}")
@@ -187,8 +191,9 @@ class Decisions:
 
     def _take_class(self, cls: type) -> None:
         library = is_library(cls.__module__)
-        for name in ({"forward"} if library else {*self._names, "forward"}) & vars(cls).keys():
-            if not isinstance(value := vars(cls)[name], Tensor):
+        for name, value in vars(cls).items():
+            read = name == "forward" or (not library and (name in self._names or _runs_unnamed(name, value)))
+            if read and not isinstance(value, Tensor):
                 self._entries.add(vars(cls), name, value, f"{cls.__qualname__}.{name}")
 
 
@@ -217,7 +222,7 @@ class _Entries:
                 continue
             if not _equal(now, value):
                 yield Change.of("forward" if key == "forward" else "value", path.removesuffix(".forward"), value, now)
-            elif not isinstance(now, _CONTAINERS):  # of a container, the items of the old one are compared
+            elif not isinstance(now, (*_CONTAINERS, set)):  # of a container, the items of the old one are compared
                 self._found[where] = holder, key, now, path
         self.accept()
 
@@ -252,6 +257,7 @@ class _Growing:
     def __init__(self, names: set[str]) -> None:
         self._names = names
         self._found: dict[int, tuple[Any, str, set[str] | None]] = {}
+        self._restless: set[int] = set()  # dicts whose order a captured forward changes itself
 
     def add(self, holder: Any, path: str, also: set[str] | None) -> None:
         """``also``: names that count beside those in the code, for the dict of an object; None for a container."""
@@ -260,10 +266,14 @@ class _Growing:
     def accept(self) -> None:
         self._sized = [holder for holder, _, _ in self._found.values()]
         self._sizes = list(map(len, self._sized))
-        self._keys = [set(h) if isinstance(h, dict) else set() for h in self._sized]
+        self._keys = [dict.fromkeys(h) if isinstance(h, dict) else {} for h in self._sized]
+        # Only where keys are names: an order of others is that of a cache.
+        small = [(h, p) for h, p, also in self._found.values() if also is None and 1 < len(h) <= _MOST_ITEMS]
+        named = [(h, p) for h, p in small if isinstance(h, dict) and _by_name(h) and id(h) not in self._restless]
+        self._ordered, self._paths, self._orders = [h for h, _ in named], [p for _, p in named], [list(h) for h, _ in named]
 
     def same(self) -> bool:
-        return list(map(len, self._sized)) == self._sizes
+        return list(map(len, self._sized)) == self._sizes and list(map(list, self._ordered)) == self._orders
 
     def changes(self) -> Iterator[Change]:
         for (holder, path, also), size, keys in zip(self._found.values(), self._sizes, self._keys, strict=True):
@@ -279,11 +289,17 @@ class _Growing:
                 elif also is not None and (key in self._names or key in also) and key not in OF_EVERY_MODULE:
                     yield Change.of("value", f"{path}.{key}", _NOTHING, holder[key])
                 # Tables by length grow with each length that was not seen before; what has a name is another thing.
-                elif also is None and all(isinstance(k, str) for k in holder):
+                elif also is None and _by_name(holder):
                     yield Change.of("value", f"{path}[{key!r}]", _NOTHING, holder[key])
+        for holder, path, order in zip(self._ordered, self._paths, self._orders, strict=True):
+            if (now := list(holder)) != order and now[: len(order)] != order:
+                yield Change("value", path, f"in the order {_show(order)}", _show(now), holder)
+        before = self._keys
         self.accept()
+        self._keys = [{**old, **new} for old, new in zip(before, self._keys, strict=True)]  # what is gone may come back
 
     def drop(self) -> None:
+        self._restless.update(id(h) for h, order in zip(self._ordered, self._orders, strict=True) if list(h) != order)
         keep = zip(list(self._found.items()), self._sizes, strict=True)
         self._found = {i: e for (i, e), size in keep if e[2] is not None or isinstance(e[0], dict) or len(e[0]) == size}
         self.accept()
@@ -293,37 +309,50 @@ class _Growing:
 
 
 class _Tables:
-    """The submodules of modules, compared by identity."""
+    """The submodules of modules, compared by identity; of those that hold them as a list or dict does, their order too."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[dict[str, Any], str, dict[str, Any], set[str]]] = []
+        self._found: list[tuple[dict[str, Any], str, dict[str, Any], list[str]]] = []
+        self._orders: list[tuple[dict[str, Any], str, list[str]]] = []
 
-    def add(self, table: dict[str, Any], path: str, inside: dict[str, Any]) -> None:
+    def add(self, table: dict[str, Any], path: str, inside: dict[str, Any], ordered: bool) -> None:
         """``inside``: the submodules that are compared."""
-        self._found.append((table, path, inside, set(table)))
+        self._found.append((table, path, inside, list(table)))
+        if ordered:
+            self._orders.append((table, path, list(table)))
 
     def accept(self) -> None:
         # Dicts are compared in one pass, which asks objects that differ for __eq__. Modules have none of their own, mostly.
-        self._live = [table for table, _, _, _ in self._found]
+        self._none = [table for table, _, _, _ in self._found if not table]
+        self._live = [table for table, _, _, _ in self._found if table]
         self._then = [dict(table) for table in self._live]
         plain: Any = object.__eq__
         self._quick = all(type(m).__eq__ is plain for t in self._live for m in t.values() if m is not None)
 
     def same(self) -> bool:
-        return self._quick and self._live == self._then
+        return (
+            self._quick
+            and not any(self._none)
+            and self._live == self._then
+            and all(list(table) == order for table, _, order in self._orders)
+        )
 
     def changes(self) -> Iterator[Change]:
         for table, path, inside, names in self._found:
             for name, then in inside.items():
                 if (now := table.get(name, _NOTHING)) is not then:
                     yield Change.of("module", f"{path}.{name}", then, now)
-            for name in table.keys() - names:
+            for name in table.keys() - set(names):
                 yield Change.of("module", f"{path}.{name}", _NOTHING, table[name])
+        for table, path, order in self._orders:
+            if list(table) != order:
+                yield Change("module", path, f"in the order {_show(order)}", _show(list(table)))
         self.accept()
 
     def drop(self) -> None:
         kept = [(t, p, {n: m for n, m in inside.items() if t.get(n) is m}) for t, p, inside, _ in self._found]
-        self._found = [(*found, set(found[0])) for found in kept]
+        self._found = [(*found, list(found[0])) for found in kept]
+        self._orders = [(table, path, list(table)) for table, path, _ in self._orders]
         self.accept()
 
     def paths(self) -> list[str]:
@@ -359,6 +388,9 @@ class _Hooks:
             for hook in then:
                 if not any(hook is h for h in now):
                     yield Change(kind, path, f"a forward hook, {_source_lines.of(hook)}", "no hook", hook)
+            if len(now) != len(then) or any(map(is_not, now, then)):  # the same ones more often, or in another order
+                before, after = (", ".join(map(_source_lines.of, hooks)) for hooks in (then, now))
+                yield Change(kind, path, f"the forward hooks {before}", after, now[-1])
         self.accept()
 
     def drop(self) -> None:
@@ -367,6 +399,36 @@ class _Hooks:
 
     def paths(self) -> list[str]:
         return []
+
+
+class _Sets:
+    """Sets, compared by what is in them."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[set[Any], str]] = {}
+
+    def add(self, found: set[Any], path: str) -> None:
+        self._found.setdefault(id(found), (found, path))
+
+    def accept(self) -> None:
+        self._live = [found for found, _ in self._found.values()]
+        self._then = [set(found) for found in self._live]
+
+    def same(self) -> bool:
+        return self._live == self._then
+
+    def changes(self) -> Iterator[Change]:
+        for (now, path), then in zip(self._found.values(), self._then, strict=True):
+            if now != then:
+                yield Change("value", path, _show(then), _show(now), now)
+
+    def drop(self) -> None:
+        kept = zip(list(self._found.items()), self._then, strict=True)
+        self._found = {i: e for (i, e), then in kept if e[0] == then}
+        self.accept()
+
+    def paths(self) -> list[str]:
+        return []  # the entries that hold them have these names
 
 
 class _Classes:
@@ -405,6 +467,20 @@ def _is_attribute(module: Any, place: Place) -> bool:
     return place.holder is vars(module) and place.key not in OF_EVERY_MODULE and place.key != "forward"
 
 
+def _is_acting_hook(module: nn.Module, place: Place, value: Any) -> bool:
+    hooks = place.holder is module._forward_hooks or place.holder is module._forward_pre_hooks
+    return hooks and getattr(value, "__name__", "") not in _INERT_HOOKS
+
+
+def _runs_unnamed(name: str, value: Any) -> bool:
+    """Whether a class's entry is a method that code calls without its name, such as ``__call__``."""
+    return may_run(name, ()) and function_of(value) is not None
+
+
+def _by_name(d: dict[Any, Any]) -> bool:
+    return all(isinstance(key, str) for key in d)
+
+
 def acting_hooks(module: nn.Module) -> list[Any]:
     """Forward hooks and pre-hooks on ``module``, without recorders that do nothing unless a call asks for it."""
     return [*_acting(module._forward_hooks), *_acting(module._forward_pre_hooks)]
@@ -438,5 +514,5 @@ def _show(value: Any) -> str:
         return _source_lines.of(value)
     if isinstance(value, type):
         return value.__qualname__
-    text = repr(value) if is_plain(value) or isinstance(value, list | tuple | dict) else f"a {type(value).__qualname__}"
+    text = repr(value) if is_plain(value) or isinstance(value, list | tuple | dict | set) else f"a {type(value).__qualname__}"
     return text if len(text) <= 60 else f"{text[:57]}..."

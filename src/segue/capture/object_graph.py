@@ -49,6 +49,8 @@ def held_by(obj: Any) -> Iterator[Held]:
         for table in (obj._parameters, obj._buffers, obj._modules):
             yield from (Held(table, k, v, f".{k}") for k, v in list(table.items()))
         yield from (Held(obj.__dict__, k, v, f".{k}") for k, v in list(obj.__dict__.items()) if _is_state(k, v))
+        for hooks in (obj._forward_pre_hooks, obj._forward_hooks):
+            yield from (Held(hooks, k, v, f": hook {_name_of(v)}") for k, v in list(hooks.items()))
     elif isinstance(obj, Compiled):
         yield Held(vars(obj), "__wrapped__", vars(obj)["__wrapped__"], "")  # and nothing of what dynamo keeps for it
     elif isinstance(obj, MethodType):
