@@ -52,6 +52,23 @@ class Config:
         return object.__getattribute__(self, alias)
 
 
+class Power:
+    """A function that has state."""
+
+    def __init__(self) -> None:
+        self.by = 2
+
+    def __call__(self, module: Any, args: Any, output: Any) -> Any:
+        return output**self.by
+
+
+class Stored:
+    """A descriptor of the user's own."""
+
+    def __get__(self, net: Any, cls: Any) -> Any:
+        return net._stored
+
+
 class Slotted:
     __slots__ = ("power", "table")
 
@@ -62,7 +79,7 @@ class Slotted:
 class Net(nn.Module):
     """Everything that a forward may decide by, each of which moves the answer."""
 
-    factor = 1.5
+    factor, stored = 1.5, Stored()
 
     def __init__(self, place: torch.device) -> None:
         super().__init__()
@@ -70,9 +87,12 @@ class Net(nn.Module):
         self.scale, self.adapter, self.note = 2.0, None, "unread"
         self.register_module("gate", None)
         self.register_parameter("bias", None)
-        self.sizes, self.options, self.steps = [1.0, 2.0], {"alpha": 1.0, "deep": {"beta": [1.0]}}, deque([1.0])
+        self.sizes, self.options, self.steps = [1.0, 2.0], {"alpha": 1.0, "deep": {"beta": [3.0]}}, deque([1.0])
         self.config, self.slotted, self.object = Config(), Slotted(), SimpleNamespace(inner=SimpleNamespace(gain=1.0))
-        self._flag = False
+        self._flag, self._stored, self._by_text, self.flags, self.power = False, 1.0, 1.0, {1}, Power()
+        self.parts, self.more = nn.ModuleDict({"a": nn.Tanh(), "b": Adapter()}), nn.ModuleList()
+        self.parts["a"].register_forward_hook(self.power)
+        self.parts["a"].register_forward_hook(_doubled)
         self.tables: dict[int, Tensor] = {}
         self.calls = 0
 
@@ -90,10 +110,15 @@ class Net(nn.Module):
         x = self.layers(x) * self.scale * self.factor + self.tables[n]
         x = counted(shifted(self.twice(x))) * SCALE * tables.factor + LEVEL.get()
         x = tables.bent(x)
+        for part in (*self.parts.values(), *self.more):
+            x = part(x)
         for size in self.sizes:
             x = x + size
+        if 2 in self.flags:
+            x = x - 1
+        x = x * self.stored + self.__dict__["_by_text"]
         for alpha in self.options.values():
-            x = x + (alpha if isinstance(alpha, float) else alpha["beta"][0])
+            x = x * 0.5 + (alpha if isinstance(alpha, float) else alpha["beta"][0])
         x = x + self.steps[-1] + self.config.width + self.slotted.power + self.object.inner.gain
         if self.flag:
             x = x + 0.25
@@ -129,6 +154,10 @@ def _patched(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(net.layers[0], "forward", lambda x: own(x) * 2)
 
 
+def _rotate(d: dict[Any, Any]) -> None:
+    d[first] = d.pop(first := next(iter(d)))
+
+
 CHANGES: dict[str, tuple[Change, str]] = {
     "a submodule replaced": (lambda n, m: n.layers.__setitem__(1, nn.Identity().eval()), r"layers\.1: ReLU -> Identity"),
     "a submodule appended": (lambda n, m: n.layers.append(Adapter().eval()), r"layers\.3: nothing -> Adapter"),
@@ -136,6 +165,16 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a submodule that was None": (lambda n, m: setattr(n, "gate", Adapter().eval()), r"gate: None -> Adapter"),
     "an attribute that was None": (lambda n, m: setattr(n, "adapter", Adapter().eval()), r"adapter: (None|nothing) -> Adapter"),
     "a parameter that was None": (lambda n, m: setattr(n, "bias", _parameter(n)), r"bias: None -> a tensor"),
+    "the first submodule of a list": (lambda n, m: n.more.append(Adapter().eval()), r"more\.0: nothing -> Adapter"),
+    "the order of submodules": (lambda n, m: _rotate(n.parts._modules), r"parts: in the order \['a', 'b'\] -> \['b', 'a'\]"),
+    "the order of a dict": (lambda n, m: _rotate(n.options), r"options: in the order \['alpha', 'deep'\] -> "),
+    "the order of hooks": (lambda n, m: _rotate(n.parts["a"]._forward_hooks), r"parts\.a: the forward hooks .*Power.* -> "),
+    "a hook once more": (lambda n, m: n.parts["a"].register_forward_hook(_doubled), r"parts\.a: the forward hooks "),
+    "a number of a hook": (lambda n, m: setattr(n.power, "by", 3), r"by: 2 -> 3"),
+    "what is called without its name": (lambda n, m: m.setattr(Power, "__call__", lambda *a: a[-1]), r"Power\.__call__: "),
+    "a set": (lambda n, m: n.flags.add(2), r"flags: \{1\} -> \{1, 2\}"),
+    "what a descriptor reads": (lambda n, m: setattr(n, "_stored", 3.0), r"_stored: 1\.0 -> 3\.0"),
+    "what is read by its text": (lambda n, m: setattr(n, "_by_text", 3.0), r"_by_text: 1\.0 -> 3\.0"),
     "another class": (_other_class, r"layers\.1: ReLU -> Tanh"),
     "an instance's forward": (_patched, r"layers\.0: nothing -> .*_patched"),
     "a class's forward": (_class_forward, r"ReLU: .*forward.* -> .*_class_forward"),
@@ -154,7 +193,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "another list": (lambda n, m: setattr(n, "sizes", [5.0]), r"\.sizes: \[1\.0, 2\.0\] -> \[5\.0\]"),
     "an item of a dict": (lambda n, m: n.options.__setitem__("alpha", 4.0), r"options\['alpha'\]: 1\.0 -> 4\.0"),
     "a name more in a dict": (lambda n, m: n.options.__setitem__("gamma", 4.0), r"options\['gamma'\]: nothing -> 4\.0"),
-    "an item in the fourth level": (lambda n, m: n.options["deep"]["beta"].__setitem__(0, 8.0), r"\['beta'\]\[0\]: 1\.0 -> 8\.0"),
+    "an item in the fourth level": (lambda n, m: n.options["deep"]["beta"].__setitem__(0, 8.0), r"\['beta'\]\[0\]: 3\.0 -> 8\.0"),
     "an item of a deque": (lambda n, m: n.steps.__setitem__(0, 6.0), r"steps\[0\]: 1\.0 -> 6\.0"),
     "a config value": (lambda n, m: setattr(n.config, "n_embd", 4), r"config\.n_embd: 3 -> 4"),
     "a slot": (lambda n, m: setattr(n.slotted, "power", 5), r"slotted\.power: 2 -> 5"),
@@ -307,6 +346,9 @@ def test_a_prime_graph_names_the_change_and_no_session_is_touched(
 INNOCENT: dict[str, Change] = {
     "the same value again": lambda n, m: setattr(n, "scale", float("2.0")),
     "the same list again": lambda n, m: setattr(n, "sizes", [1.0, 2.0]),
+    "the same set again": lambda n, m: setattr(n, "flags", {1}),
+    "a set changed and undone": lambda n, m: (n.flags.add(2), n.flags.discard(2)),
+    "an order turned twice": lambda n, m: [_rotate(d) for d in (n.parts._modules, n.options) for _ in range(2)],
     "an attribute that nobody reads": lambda n, m: setattr(n, "note", "read by no one"),
     "a new attribute that nobody reads": lambda n, m: setattr(n.layers[0], "remark", "hello"),
     "a config value that nobody reads": lambda n, m: setattr(n.config, "unread", 2),
@@ -333,6 +375,46 @@ def test_what_decides_nothing_leaves_the_graphs_in_use(what: str, device: Device
         for _ in range(2):
             assert torch.equal(runner(x), want)
     assert runner.stats.replayed == 3 and runner.stats.captured == 1
+    runner.close()
+
+
+@pytest.mark.parametrize("key", ["alpha", "deep"])
+def test_what_was_refused_and_came_back_is_served_again(key: str, device: Device) -> None:
+    net, x = _net(device), _x(device)
+    net.options = {key: net.options[key]}
+    runner = _runner(net, device)
+    with torch.inference_mode():
+        for _ in range(3):
+            want = runner(x)
+        gone = net.options.pop(key)
+        for _ in range(2):
+            with pytest.raises(segue.ReplayError, match=rf"options\['{key}'\]: .* -> nothing"):
+                runner(x)
+        net.options[key] = gone
+        assert torch.equal(runner(x), want)
+    runner.close()
+
+
+def test_a_forward_may_turn_its_tables_round(device: Device) -> None:
+    class Recent(nn.Module):
+        """The table that was used last is the last."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables: dict[int, Tensor] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            n = x.shape[0]
+            self.tables[n] = self.tables.pop(n, None) if n in self.tables else torch.arange(n, device=x.device)[:, None]
+            return counted(x + self.tables[n])
+
+    net = Recent().eval()
+    runner = _runner(net, device)
+    with torch.inference_mode():
+        for n in (8, 8, 16, 16, 8, 16, 40, 8, 16, 8):  # 40 rows run eager
+            x = _x(device, n)
+            assert torch.equal(runner(x), net(x))
+    assert runner.stats.replayed == 5
     runner.close()
 
 

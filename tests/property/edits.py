@@ -216,9 +216,8 @@ def _drop_first(container: Any) -> None:
 
 
 def _hooked(block: Block, number: int) -> Undo:
-    target = (block, block.act)[number % 2]
+    target, hook = (block.act if number > 5 else (block, block.act)[number % 2]), HOOKS[number % 3]
     undo = _change(target._forward_pre_hooks if number > 5 else target._forward_hooks)
-    hook = HOOKS[number % 3]
     target.register_forward_pre_hook(hook) if number > 5 else target.register_forward_hook(hook)
     return undo
 

@@ -90,7 +90,12 @@ class Names:
                 said = own | (self._by_users if is_installed(cls.__module__) else self.all)
                 for home in own_classes(cls):
                     for name, value in list(vars(home).items()):
-                        if (cls, id(value)) in self._read or not may_run(name, said) or (fn := function_of(value)) is None:
+                        if (cls, id(value)) in self._read or not may_run(name, said):
+                            continue
+                        if (fn := function_of(value)) is None:
+                            if hasattr(value, "__get__") and type(value) not in self._by_class:  # a descriptor
+                                self.meet(value)
+                                more = True
                             continue
                         self._read.add((cls, id(value)))
                         own |= attributes_of(fn.__code__)

@@ -146,7 +146,7 @@ class BucketRecorder:
         sizes = {size for t in layout.tensors for size in t.shape}
         return [
             n
-            for n in (*near, 2 * rows, rows + 1)
+            for n in (*near, rows // 2, 2 * rows, rows + 1)  # fewer first: a table may end at the largest bucket
             if 1 < n <= 2 * rows and n not in sizes and (cut or n >= call.tokens)
         ][:2]
 
