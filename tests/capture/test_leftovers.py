@@ -242,6 +242,45 @@ def test_a_dict_that_the_caller_gave_is_not_silently_left_empty(device: Device) 
     assert close(runner(batch), _x(device, 9) * 2 + 1) and close(batch["hidden"], _x(device, 9) * 2), "eager gets the caller's"
 
 
+class Memo(torch.nn.Module):
+    """It keeps a table for each length, and may read a number out of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, torch.Tensor] = {}
+        self.seen: list[torch.Tensor] = []
+        self.asks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[0]
+        if n not in self.tables:
+            self.tables[n] = torch.arange(n, device=x.device, dtype=x.dtype)[:, None] + 1
+        if self.asks:
+            self.seen.append(x * 2)
+            return x * x.sum().item()
+        return x * self.tables[n]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_failed_capture_leaves_no_graph_memory_in_the_forwards_hands(asks: bool, device: Device) -> None:
+    model, x = Memo(), _x(device)
+    model.eval()
+    runner = _runner(model, device, [8])
+    with torch.inference_mode():
+        want = runner(x)
+        model.tables.clear()
+        model.asks = asks
+        with pytest.raises(CaptureError):
+            runner(x)
+        assert not model.tables and not model.seen
+        model.asks = False
+        assert torch.equal(model(x), want)
+        runner.recapture()
+        for _ in range(3):
+            assert torch.equal(runner(x), want)
+    runner.close()
+
+
 def test_a_failed_capture_is_not_run_again_when_it_left_something_behind(device: Device) -> None:
     model = Model(_count).to(device.torch_device)
     runner = _runner(model, device, [8], on_failure="eager")

@@ -48,6 +48,14 @@ def test_declared_as_no_tokens_such_an_output_comes_back_whole(make, model):
         assert runner(model.x(5, i)).shape == (16, 4)
 
 
+def test_a_table_that_ends_at_the_largest_bucket_is_cut_to_the_tokens(make, model):
+    table = torch.randn(16, 4, device=model.x(1).device)
+    runner = make(lambda x: (mix(x), table[: x.shape[0]] * 1), X, [16])
+    for i in range(4):
+        _, rows = runner(model.x(5, i))
+        assert torch.equal(rows, table[:5])
+
+
 def gram(x):
     y = mix(x)
     return y.t() @ y

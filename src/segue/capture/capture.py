@@ -220,9 +220,11 @@ class BreakableCapture:
                     fn()
         except BaseException as e:
             first = e
-        self._leftovers = None
+        left, self._leftovers = self._leftovers, None
         try:
             with uninterrupted():
+                if first is not None and left is not None:
+                    left.let_go(self.pool.owns)
                 self._abandon()
                 self._scope.close()
         except BaseException as e:

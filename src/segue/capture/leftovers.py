@@ -195,6 +195,17 @@ class Leftovers:
             if len(now) != len(c.saved) or not all(map(is_, now, c.saved.values())):
                 c.put(c.saved)
 
+    def let_go(self, owns: Callable[[Tensor], bool]) -> None:
+        """After a failed capture, put back what was where its segments have kept a tensor that ``owns`` says is graph memory.
+        It may never have been written, and what replays there overwrites it.
+        """
+        for c, key, before in self._changes(self._all):
+            c.first.setdefault(key, before)
+        for c in self._found:
+            kept = {k: v for k, v in c.first.items() if any(isinstance(t, Tensor) and owns(t) for t in _leaves(c.saved.get(k)))}
+            if kept:
+                c.put({**c.saved, **kept})
+
     def _changes(self, groups: list[_Group]) -> Iterator[tuple[_Container, Any, Any]]:
         for group in groups:
             yield from group.changes()
@@ -334,7 +345,7 @@ def _refuse(text: str) -> None:
 def _putter(held: Any, fill: Callable[[list[Any]], object]) -> Put:
     def put(entries: dict[Any, Any]) -> None:
         held.clear()
-        fill([*entries.values()])
+        fill([v for v in entries.values() if v is not ABSENT])
 
     return put
 
