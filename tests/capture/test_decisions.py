@@ -87,6 +87,7 @@ class Net(nn.Module):
         self.scale, self.adapter, self.note = 2.0, None, "unread"
         self.register_module("gate", None)
         self.register_parameter("bias", None)
+        self.later: Any = None
         self.sizes, self.options, self.steps = [1.0, 2.0], {"alpha": 1.0, "deep": {"beta": [3.0]}}, deque([1.0])
         self.config, self.slotted, self.object = Config(), Slotted(), SimpleNamespace(inner=SimpleNamespace(gain=1.0))
         self._flag, self._stored, self._by_text, self.flags, self.power = False, 1.0, 1.0, {1}, Power()
@@ -122,8 +123,9 @@ class Net(nn.Module):
         x = x + self.steps[-1] + self.config.width + self.slotted.power + self.object.inner.gain
         if self.flag:
             x = x + 0.25
-        if self.bias is not None:
-            x = x + self.bias
+        for bias in (self.bias, self.later):
+            if bias is not None:
+                x = x + bias
         for part in (self.adapter, self.gate):
             if part is not None:
                 x = part(x)
@@ -391,6 +393,33 @@ def test_what_was_refused_and_came_back_is_served_again(key: str, device: Device
             with pytest.raises(segue.ReplayError, match=rf"options\['{key}'\]: .* -> nothing"):
                 runner(x)
         net.options[key] = gone
+        assert torch.equal(runner(x), want)
+    runner.close()
+
+
+def test_what_takes_the_room_of_what_moved_is_seen(device: Device) -> None:
+    """A parameter that was None moves from a module's attributes to its parameters, and back to None it stays there."""
+    net, x = _net(device), _x(device)
+    net.later = None
+    runner = _runner(net, device)
+    with torch.inference_mode():
+        for _ in range(3):
+            want = runner(x)
+        attributes = dict(vars(net))
+        net.later = nn.Parameter(torch.ones(4), requires_grad=False)
+        net.later = None
+        net.factor = 9.0
+        assert len(attributes) == len(vars(net))
+        with pytest.raises(segue.ReplayError, match=r"\.factor: nothing -> 9\.0"):
+            runner(x)
+        del net.factor
+        assert torch.equal(runner(x), want)
+        net.later = nn.Parameter(torch.ones(4), requires_grad=False)
+        with pytest.raises(segue.ReplayError, match=r"\.later: None -> a tensor"):
+            runner(x)
+        vars(net).clear()
+        vars(net).update(attributes)
+        net._parameters.pop("later")
         assert torch.equal(runner(x), want)
     runner.close()
 

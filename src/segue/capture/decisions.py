@@ -81,8 +81,9 @@ class Decisions:
         self._outside = {id(m): m for m in outside}
         self._entries, self._attributes, self._growing = _Entries(), _Attributes(), _Growing(self._names)
         self._tables, self._hooks, self._classes, self._sets = _Tables(), _Hooks(), _Classes(), _Sets()
-        self._kinds = self._classes, self._tables, self._hooks, self._growing, self._sets, self._entries, self._attributes
+        self._kinds = self._classes, self._tables, self._hooks, self._sets, self._entries, self._attributes, self._growing
         self._large: dict[str, None] = {}
+        self._moved = False
         self._take(list(visits))
         del self._contexts  # no call's context outlives it here
         for kind in self._kinds:
@@ -91,8 +92,12 @@ class Decisions:
     def changed(self) -> Change | None:
         """What is something else than at capture; None if nothing is. What was put back again is no change."""
         for kind in self._kinds:
-            if not kind.same() and (change := next(kind.changes(), None)) is not None:
+            if kind.same() and not (self._moved and kind is self._growing):
+                continue
+            if (change := next(kind.changes(), None)) is not None:
                 return change
+            # What has left a dict makes room in it: until all keys have been looked at, its size says nothing.
+            self._moved = kind is self._entries or (self._moved and kind is not self._growing)
         return None
 
     def check(self, remedy: str) -> None:
@@ -201,13 +206,14 @@ class _Entries:
     """Entries of dicts and lists, compared by identity: numbers, functions, objects, None."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, Any], tuple[Any, Any, Any, str]] = {}
+        # Holder, key, value, path, and the holder that it had first: a module moves what was None and becomes a tensor.
+        self._found: dict[tuple[int, Any], tuple[Any, Any, Any, str, Any]] = {}
 
     def add(self, holder: Any, key: Any, value: Any, path: str) -> None:
-        self._found.setdefault((id(holder), key), (holder, key, value, path))
+        self._found.setdefault((id(holder), key), (holder, key, value, path, holder))
 
     def accept(self) -> None:
-        self._holders, self._keys, self._values, _ = ([e[i] for e in self._found.values()] for i in range(4))
+        self._holders, self._keys, self._values = ([e[i] for e in self._found.values()] for i in range(3))
 
     def same(self) -> bool:
         try:
@@ -216,31 +222,33 @@ class _Entries:
             return False
 
     def changes(self) -> Iterator[Change]:
-        for where, (holder, key, value, path) in list(self._found.items()):
-            now = self._now(holder, key)
-            if now is value:
+        for where, (holder, key, value, path, home) in list(self._found.items()):
+            there, now = self._find(home, key)
+            if now is value and there is holder:
                 continue
             if not _equal(now, value):
                 yield Change.of("forward" if key == "forward" else "value", path.removesuffix(".forward"), value, now)
-            elif not isinstance(now, (*_CONTAINERS, set)):  # of a container, the items of the old one are compared
-                self._found[where] = holder, key, now, path
+            # Of a container, the items of the old one are compared.
+            elif now is value or not isinstance(now, (*_CONTAINERS, set)):
+                self._found[where] = there, key, now, path, home
         self.accept()
 
     def drop(self) -> None:
-        self._found = {where: e for where, e in self._found.items() if _equal(self._now(e[0], e[1]), e[2])}
+        self._found = {where: e for where, e in self._found.items() if _equal(self._find(e[4], e[1])[1], e[2])}
         self.accept()
 
     def paths(self) -> list[str]:
-        return [path for *_, path in self._found.values()]
+        return [path for *_, path, _ in self._found.values()]
 
-    def _now(self, holder: Any, key: Any) -> Any:
+    def _find(self, home: Any, key: Any) -> tuple[Any, Any]:
+        """What has a key now, and its holder."""
         try:
-            return self._get(holder, key)
+            return home, self._get(home, key)
         except (KeyError, IndexError, AttributeError, ValueError):
             pass
         # A module keeps tensors and submodules beside its attributes: where None becomes one of these, it moves there.
-        tables = [holder.get(name) for name in ("_modules", "_parameters", "_buffers")] if isinstance(holder, dict) else []
-        return next((table[key] for table in tables if isinstance(table, dict) and key in table), _NOTHING)
+        tables = [home.get(name) for name in ("_modules", "_parameters", "_buffers")] if isinstance(home, dict) else []
+        return next(((table, table[key]) for table in tables if isinstance(table, dict) and key in table), (home, _NOTHING))
 
     _get: Callable[[Any, Any], Any] = staticmethod(getitem)
 
@@ -277,11 +285,11 @@ class _Growing:
 
     def changes(self) -> Iterator[Change]:
         for (holder, path, also), size, keys in zip(self._found.values(), self._sizes, self._keys, strict=True):
-            if len(holder) == size:
-                continue
             if not isinstance(holder, dict):
-                yield Change("value", path, f"{size} items", f"{len(holder)} items", holder)
-            for key in holder if isinstance(holder, dict) else ():
+                if len(holder) != size:
+                    yield Change("value", path, f"{size} items", f"{len(holder)} items", holder)
+                continue
+            for key in () if holder.keys() <= keys.keys() else holder:
                 if key in keys:
                     continue
                 if key == "forward" and also is not None:
