@@ -134,7 +134,7 @@ def _play(case: Case, device: Device) -> None:
     contextvars.copy_context().run(Edited(case, device).play)
 
 
-@budget(80, 1500)
+@budget(60, 1500)
 @given(cases)
 def test_a_random_edit_is_followed_or_named(case: Case) -> None:
     _play(case, devices.resolve("emulator"))
