@@ -468,3 +468,32 @@ def test_a_function_in_a_context_variable_that_no_break_reads_is_a_frameworks_ow
             assert torch.equal(runner(x), forward(x))
     assert runner.stats.replayed == 2
     runner.close()
+
+
+def test_a_context_variable_with_a_default_is_set_and_reset(device: Device) -> None:
+    default: ContextVar[float] = ContextVar("factor", default=1.0)
+
+    @segue.break_point
+    def scaled(y: Tensor) -> Tensor:
+        return y * default.get()
+
+    def forward(x: Tensor) -> Tensor:
+        token = default.set(3.0)
+        try:
+            y = scaled(x * 2)
+        finally:
+            default.reset(token)
+        return scaled(y) + 1
+
+    x = torch.ones(4, device=device.torch_device)
+    capture = segue.BreakableCapture(device=device)
+    with capture:
+        out = forward(x)
+    for _ in range(2):
+        out.zero_()
+        capture.replay()
+        assert out.tolist() == [7.0] * 4
+    token = default.set(2.0)
+    with pytest.raises(segue.SegueError, match=r"'factor' is 2.0 and was 1.0 at capture"):
+        capture.replay()
+    default.reset(token)

@@ -280,15 +280,22 @@ def _value(variable: ContextVar[Any], context: Context) -> Any:
         return _NONE
 
 
+def _said(value: Any) -> str:
+    return "not set" if value is _NONE else repr(value)
+
+
 @contextmanager
 def _variable(variable: ContextVar[Any], value: Any, before: Any, where: str) -> Iterator[None]:
     """``variable`` as the forward had set it at capture. What it set may depend on what the caller had set."""
-    now = variable.get(_NONE)
+    try:
+        now = variable.get()  # its default, where the caller has set nothing
+    except LookupError:
+        now = _NONE
     if not any(now is known or (is_plain(now) and type(now) is type(known) and now == known) for known in (before, value)):
         raise ReplayError(
-            f"{where}: the caller's context variable {variable.name!r} is {now!r} and was "
-            f"{'not set' if before is _NONE else repr(before)} at capture, when the forward set it to {value!r}. A replay can't "
-            "know what it would set now: hand the value to the break by the live context, or recapture()."
+            f"{where}: the caller's context variable {variable.name!r} is {_said(now)} and was {_said(before)} at capture, when "
+            f"the forward set it to {value!r}. A replay can't know what it would set now: hand the value to the break by the "
+            "live context, or recapture()."
         )
     token = variable.set(value)
     try:
