@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -230,3 +231,39 @@ def test_a_missing_field_of_the_context_is_a_replays_error(device: Device) -> No
         add(x * 1, segue.current_forward_ctx().bias)
     with segue.active_forward(SimpleNamespace()), pytest.raises(segue.errors.ReplayError, match=r"ctx\.bias"):
         capture.replay()
+
+
+@pytest.mark.parametrize("scripted", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2, 4, device=m.weight.device))])
+def test_scripted_modules_and_compiled_objects_of_others_may_be_reached(device: Device, scripted: Any) -> None:
+    rng = pytest.importorskip("numpy").random  # whose compiled classes have a descriptor as their __module__
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        linear = scripted(torch.nn.Linear(4, 4, device=device.torch_device).eval())
+
+    def forward(x: Tensor) -> Tensor:
+        return double(linear(x)) if rng is not None else x
+
+    runner = segue.GraphRunner(forward, {"x": segue.Input(0, 0.0)}, [4], device=device, pool=device.new_pool(), progress=False)
+    with torch.inference_mode():
+        for _ in range(4):
+            x = torch.randn(3, 4, device=device.torch_device)
+            torch.testing.assert_close(runner(x), forward(x))
+    assert runner.stats.replayed == 2
+    runner.close()
+
+
+def test_a_number_written_into_a_tensor_behind_a_break_is_in_the_graph(device: Device) -> None:
+    x = torch.ones(2, 2, device=device.torch_device)
+    with segue.BreakableCapture(device=device) as capture:
+        y = double(x)
+        y[0] = 5.0
+        y[y > 4] = 7.0
+        out = y + 1
+    x.fill_(2.0)
+    capture.replay()
+    assert out.tolist() == [[8.0, 8.0], [5.0, 5.0]]
+
+
+@segue.break_point
+def double(x: Tensor) -> Tensor:
+    return x * 2

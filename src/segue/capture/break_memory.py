@@ -18,6 +18,8 @@ from torch import Tensor
 from segue import _torch
 from segue.capture.externals import External
 
+_OF_A_NUMBER = str(torch.ops.aten.lift_fresh.default)
+
 
 class BreakMemory:
     """Finds tensors among the externals of one capture whose memory its breaks made.
@@ -43,7 +45,9 @@ class BreakMemory:
         for external in externals:
             key = _torch.storage_key(external.tensor)
             before = self._before.get(key)
-            new = external.tensor.device == device and (before is None or before() is None)
+            # What torch makes of a number, as in `y[0] = 3.0`, is the segment's own.
+            mine = external.tensor.device != device or external.op == _OF_A_NUMBER
+            new = not mine and (before is None or before() is None)
             if new and young[key] >= _torch.storage_users(external.tensor):
                 return external
         return None

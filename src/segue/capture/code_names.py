@@ -112,9 +112,11 @@ class Names:
             self._by_users |= names
 
 
-def is_library(module: str | None) -> bool:
-    """Whether a Python module of this name is of Python, torch or segue. These hold nothing of the user's."""
-    return module is not None and module.partition(".")[0] in LIBRARIES
+def is_library(module: Any) -> bool:
+    """Whether a Python module of this name is of Python, torch or segue. These hold nothing of the user's. Compiled classes may
+    have something else than a name as their ``__module__``.
+    """
+    return isinstance(module, str) and module.partition(".")[0] in LIBRARIES
 
 
 @functools.lru_cache(maxsize=4096)

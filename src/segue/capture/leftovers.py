@@ -231,7 +231,8 @@ class Leftovers:
         if isinstance(value, torch.nn.Module):
             self._note_dict(value.__dict__, lambda k: f"{name}.{k}", unless=OF_EVERY_MODULE)
             for held in (value._parameters, value._buffers, value._modules):
-                self._note_dict(held, lambda k: f"{name}.{k}", seldom=held is not value._buffers or not held)
+                if isinstance(held, dict):  # a scripted module's are none, and no Python of a forward changes them
+                    self._note_dict(held, lambda k: f"{name}.{k}", seldom=held is not value._buffers or not held)
         elif isinstance(own, dict):
             self._note_dict(own, lambda k: f"{name}.{k}")
         cls = type(value)
