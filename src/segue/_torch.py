@@ -33,7 +33,7 @@ _NEEDED = (
     *("torch._C._dynamo.eval_frame.set_code_exec_strategy", "torch._neg_view", "torch._foreach_copy_"),
     "torch.Generator._cdata",
     *("torch.utils._device.CURRENT_DEVICE", "torch.utils._python_dispatch._get_current_dispatch_mode"),
-    "torch._C._storage_Use_Count",
+    *("torch._C._storage_Use_Count", "torch._C._is_tracing"),
 )
 
 
@@ -257,6 +257,11 @@ def is_compile_error(error: Exception) -> bool:
     from torch._dynamo import exc
 
     return isinstance(error, exc.TorchDynamoException) and not isinstance(error, exc.RecompileError)
+
+
+def is_tracing() -> bool:
+    """What ``torch.jit.is_tracing`` says, in a quarter of its time."""
+    return bool(torch._C._is_tracing())
 
 
 def dynamo_boundary(wrapper: Callable[..., Any], why: str) -> None:

@@ -38,7 +38,7 @@ class ReplayError(SegueError):
 class StateChangedError(ReplayError):
     """What Python decided by at capture has changed: a submodule, a hook, an attribute, a global. ``change`` says which."""
 
-    def __init__(self, text: str, change: Any) -> None:
+    def __init__(self, text: str, change: Any = None) -> None:
         super().__init__(text)
         self.change = change
 
@@ -49,6 +49,14 @@ class InputError(SegueError):
 
 class NoBucketError(SegueError):
     """No graph serves this call, and ``strict`` forbids running it eagerly."""
+
+
+def traced(who: str) -> UsageError:
+    """The error for graphs that are replayed inside ``torch.jit.trace``. ``who``: what replays them."""
+    return UsageError(
+        f"{who} was replayed inside torch.jit.trace, which would record the numbers of this replay. Trace the function without "
+        "graphs."
+    )
 
 
 def no_copy(who: str, instead: str) -> UsageError:

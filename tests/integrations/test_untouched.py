@@ -286,3 +286,40 @@ def test_a_default_device_changes_nothing(make: Make, graphed: Make, ids: Make, 
         model.generate(prompt, max_new_tokens=2, do_sample=False)
     assert handle.stats.replayed == replayed + 2
     assert not handle.stats.reasons
+
+
+@pytest.mark.parametrize("strategy", ["breakable", "auto"])
+def test_prompts_given_as_embeddings_generate(make: Make, graphed: Make, ids: Make, strategy: str) -> None:
+    model = make()
+    with torch.inference_mode():
+        embeds = model.get_input_embeddings()(ids(1, 7))
+        want = model.generate(inputs_embeds=embeds, max_new_tokens=4)
+        handle = graphed(model, strategy=strategy)
+        for _ in range(3):
+            assert torch.equal(model.generate(inputs_embeds=embeds, max_new_tokens=4), want)
+    assert handle.stats.replayed > 0
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("strategy", ["breakable", "auto"])
+@pytest.mark.parametrize("way", ["trace", "export"])
+def test_a_traced_or_exported_model_is_the_untouched_one(
+    make: Make, graphed: Make, ids: Make, strategy: str, way: str
+) -> None:
+    model = make().requires_grad_(False)  # a trace takes what it reads for constants
+    handle = graphed(model, strategy=strategy)
+    x, y = ids(1, 7), ids(1, 7, 1)
+
+    def logits(x: torch.Tensor) -> Any:
+        return model(x, use_cache=False).logits
+
+    with torch.no_grad():
+        for _ in range(3):
+            logits(x)
+        if way == "trace":
+            other = torch.jit.trace(logits, (x,), check_trace=False)
+            assert handle.stats.reasons == {"inside torch.jit.trace, which would record one replay's numbers": 1}
+        else:
+            exported = torch.export.export(model, (x,), {"use_cache": False}).module()
+            other = lambda x: exported(x, use_cache=False).logits  # noqa: E731
+        torch.testing.assert_close(other(y), logits(y), rtol=1e-4, atol=1e-5)

@@ -85,3 +85,24 @@ def test_captures_and_prime_graphs_in_compiled_code_replay(device: Device) -> No
         doubled, logits = compiled(torch.full((4,), float(k), device=device.torch_device))
         assert doubled.tolist() == [2.0 * k + 3] * 4
         torch.testing.assert_close(logits, prime.reference(tokens).logits)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
+def test_a_traced_runner_runs_eager_and_captures_and_prime_graphs_refuse(make: Callable[..., Any], device: Device) -> None:
+    runner = make(lambda x: x.sin() * 2, {"x": segue.Input(0, 0.0)}, [4])
+    x = torch.randn(3, 4, device=device.torch_device)
+    for _ in range(3):
+        runner(x)
+    traced = torch.jit.trace(lambda x: runner(x) + 1, (x,), check_trace=False)
+    y = torch.randn(2, 4, device=device.torch_device)
+    torch.testing.assert_close(traced(y), y.sin() * 2 + 1)
+    assert runner.stats.reasons == {"inside torch.jit.trace, which would record one replay's numbers": 1}
+    with segue.BreakableCapture(device=device, root=nn.Identity()) as capture:
+        out = x * 2
+    prime = segue.PrimeGraph(tiny_trunk.build(device.torch_device.type), bucket=8, device=device, cuts=[])
+    session = prime.trunk.new_cache(8)
+    for replay in (lambda t: (capture.replay(), out)[1], lambda t: prime.run(t[0].long(), session).logits):
+        with pytest.raises(segue.UsageError, match=r"was replayed inside torch\.jit\.trace"):
+            torch.jit.trace(replay, (x,), check_trace=False)
+    runner(x)
+    assert runner.stats.replayed == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
 from typing import Any
@@ -120,3 +121,23 @@ def test_a_runner_whose_strategies_may_hold_graphs_is_not_copied(device: Device)
     strategies = [Preferred(), segue.runner.Breakable()]
     with pytest.raises(segue.UsageError, match=r"the runner of .*Holder.body.* can't be copied.*\(preferred\) may hold graphs"):
         copy.deepcopy(Holder(device, strategies=strategies))
+
+
+@pytest.mark.usefixtures("inference")
+def test_what_a_runner_hands_out_is_copied_or_says_what_to_do(device: Device) -> None:
+    runner = Holder(device, outputs="lease", max_padding=7).runner
+    x = torch.ones(3, 4, device=device.torch_device)
+    leases = [runner(x) for _ in range(3)]
+    for copied in (copy.deepcopy, copy.copy, lambda o: pickle.loads(pickle.dumps(o))):
+        assert copied(runner.stats) == runner.stats
+        with pytest.raises(segue.UsageError, match=r"a lease can't be copied .* Copy lease\.value"):
+            copied(leases[-1])
+    assert dataclasses.asdict(runner.stats)["replayed"] == 1
+
+
+def test_every_error_reaches_another_process(device: Device) -> None:
+    for name in segue.__all__:
+        kind = getattr(segue, name)
+        if isinstance(kind, type) and issubclass(kind, segue.SegueError):
+            sent = pickle.loads(pickle.dumps(kind("why")))
+            assert type(sent) is kind and str(sent) == "why"

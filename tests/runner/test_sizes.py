@@ -161,3 +161,34 @@ def test_an_index_that_is_out_of_range_is_found_before_its_op_runs(what, model):
         op(table, inside)
         with pytest.raises(IndexError, match=r"an index from \d+ to \d+ into \d+ rows"):
             op(table, outside)
+
+
+ROUNDED = {
+    "up": lambda x: torch.nn.functional.pad(mix(x), (0, 0, 0, -len(x) % 4)),
+    "limited": lambda x: mix(x)[:6],
+    "in bits": lambda x: mix(x).sum(0)[None].repeat(len(x).bit_length(), 1),
+}
+
+
+@pytest.mark.parametrize("buckets", [[8], [8, 16]])
+@pytest.mark.parametrize("how", ROUNDED)
+def test_a_size_that_is_the_same_at_a_like_number_of_rows_is_refused(make, model, how, buckets):
+    named = r"dimension 0 of output follows the bucket|has the bucket's size along dimension 0 by chance"
+    for explicit in (False, True):
+        runner = make(ROUNDED[how], X, buckets)
+        with pytest.raises(UsageError, match=named):
+            runner.capture(model.x(5)) if explicit else runner(model.x(5))
+        for n in (5, 12)[: len(buckets)]:
+            with pytest.raises(UsageError, match=named):
+                runner(model.x(n))
+
+
+@pytest.mark.parametrize("value", [lambda x: x.numel(), lambda x: float(len(x)), lambda x: len(x) > 4])
+def test_a_number_that_follows_the_rows_is_refused(make, model, value):
+    runner = make(lambda x: (mix(x), value(x)), X, [8])
+    with pytest.raises(UsageError, match=r"output\[1\] is the plain value .* follows the padded size"):
+        runner(model.x(5))
+    runner = make(lambda x: (mix(x), 3, 0.5, "rows"), X, [8])
+    for i in range(3):
+        assert runner(model.x(5, i))[1:] == (3, 0.5, "rows")
+    assert runner.stats.replayed == 1

@@ -25,7 +25,7 @@ from segue.capture.program import Program, Step, row_count
 from segue.capture.thread_state import state
 from segue.capture.wrappers import with_collectives_done
 from segue.devices import Device, Pool, Recording, Segment
-from segue.errors import CaptureError, GraphMemoryError, ReplayError, SegueError, UsageError, no_copy
+from segue.errors import CaptureError, GraphMemoryError, ReplayError, SegueError, UsageError, no_copy, traced
 
 log = logging.getLogger("segue")
 
@@ -326,12 +326,15 @@ class BreakableCapture:
         """Run the captured forward again on the current stream, of whose rows ``valid_rows`` are real (None: all).
 
         Raises:
-            UsageError: ``valid_rows`` is no number of rows of this capture, or the pool is in use by a forward around this call.
+            UsageError: ``valid_rows`` is no number of rows of this capture, the pool is in use by a forward around this call, or
+                torch.jit.trace is under way.
             ReplayError: the capture failed, was closed, or is not complete; a tensor that it reads was re-pointed; or a break's
                 result changed.
         """
         if self._program is None or self._status != "captured":
             raise self._refusal()
+        if _torch.is_tracing():
+            raise traced(self.name)
         self._program.run(valid_rows)
 
     def replay_in_turn(self, valid_rows: int | None = None) -> None:

@@ -16,7 +16,7 @@ from segue.capture.module_checks import ModuleChecks
 from segue.capture.places import Places
 from segue.capture.thread_state import state
 from segue.devices import Device, Pool
-from segue.errors import UsageError, no_copy
+from segue.errors import UsageError, no_copy, traced
 from segue.prime.copyout import CopyOut
 from segue.prime.cuts import Pattern
 from segue.prime.fixed_inputs import Inputs
@@ -145,6 +145,8 @@ class PrimeGraph:
         """
         if state.capture is not None:
             raise UsageError(f"{self.name}: it was run inside a capture, which would record it. Run it outside")
+        if _torch.is_tracing():
+            raise traced(self.name)
         as_caller = torch.is_inference_mode_enabled()
         with self.pool.turn():
             bound = self._bound

@@ -13,6 +13,7 @@ EAGER = "eager"
 NO_BUCKET = "no bucket fits"
 PADDING = "max_padding"
 OTHER_SIZE = "an input of another size than in the first call"
+TRACED = "inside torch.jit.trace, which would record one replay's numbers"
 FITS = "smallest bucket that fits"
 
 

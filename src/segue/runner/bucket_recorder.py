@@ -130,25 +130,29 @@ class BucketRecorder:
             rehearsal = Rehearsal(stage.tokens, self.device.torch_device)
             with _rehearsing(rehearsal):
                 layout = self.reference(call, stage, ctx, strategy)
-                for rows in self._other_rows(call, stage, layout):
-                    if self._shows_sizes(call, stage, ctx, layout, rehearsal, rows):
-                        break
+                for counts in self._other_rows(call, stage, layout):
+                    for rows in counts:
+                        if self._shows_sizes(call, stage, ctx, layout, rehearsal, rows):
+                            break
             return layout
 
-    def _other_rows(self, call: Call, stage: Stage, layout: Layout) -> list[int]:
-        """Row counts at which a second run may show which sizes of the outputs follow the rows, the best first.
+    def _other_rows(self, call: Call, stage: Stage, layout: Layout) -> tuple[list[int], list[int]]:
+        """Row counts at which two more runs may show which sizes of the outputs follow the rows, for each run the best first.
 
-        Inputs may be indices of rows, so the call's own must all be there, unless no input is made of whole numbers.
+        A size may be the same at a like number of rows, as one that is rounded up or limited. So the second run has few rows,
+        and an odd number. Inputs may be indices of rows, so the call's own must all be there, unless no input is made of whole
+        numbers.
         """
         rows = stage.tokens
         near = sorted((b for b in self._ladder if b != rows), key=lambda b: (abs(b - rows), b))[:2]
         cut = stage.requests < 0 and all(t is None or t.is_floating_point() for t in call.tensors)
         sizes = {size for t in layout.tensors for size in t.shape}
-        return [
-            n
-            for n in (*near, rows // 2, 2 * rows, rows + 1)  # fewer first: a table may end at the largest bucket
-            if 1 < n <= 2 * rows and n not in sizes and (cut or n >= call.tokens)
-        ][:2]
+
+        def telling(*counts: int) -> list[int]:
+            return [n for n in counts if 1 < n <= 2 * rows and n not in sizes and (cut or n >= call.tokens)][:2]
+
+        # Fewer rows first: a table may end at the largest bucket.
+        return telling(*near, rows // 2, 2 * rows, rows + 1), telling(3, 5, call.tokens, rows + 1)
 
     def _shows_sizes(self, call: Call, stage: Stage, ctx: Any, layout: Layout, rehearsal: Rehearsal, rows: int) -> bool:
         """Run the function at ``rows`` rows, with stand-ins for its breaks, and compare the sizes of the outputs. What it changes
@@ -178,7 +182,7 @@ class BucketRecorder:
         finally:
             writes.put_back()
             before.put_back()
-        self.outputs.check_rows(layout, raw, stage.tokens, rows)
+        self.outputs.check_rows(layout, raw, call.key, stage.tokens, stage.requests, rows)
         return True
 
     def record(

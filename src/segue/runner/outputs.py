@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Container, Iterator
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -13,9 +13,10 @@ from segue.capture import weak_ref_tensor
 from segue.capture.nested import Tree, take_apart
 from segue.capture.wrappers import refuse_wrapper, with_collectives_done
 from segue.devices import Pool
-from segue.errors import CaptureError, ReplayError, UsageError
+from segue.errors import CaptureError, ReplayError, UsageError, no_copy
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
+_NUMBERS = (bool, int, float, complex)
 _MOST_VIEWS = 1024
 _HOLE: Any = object()  # where a tensor goes
 
@@ -47,6 +48,10 @@ class Lease:
                 'is gone. Read lease.value (or clone it) before that, or use outputs="copy"'
             )
         return self._value
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """A copy would go on when the memory has been written again."""
+        raise no_copy("a lease", 'Copy lease.value, which is a tensor, or use outputs="copy".')
 
 
 class Outputs:
@@ -101,17 +106,30 @@ class Outputs:
         self._compare(parts, variant, tokens, requests, where)
         return Layout(tree, parts, where)
 
-    def check_rows(self, layout: Layout, raw: Any, tokens: int, rows: int) -> None:
+    def check_rows(self, layout: Layout, raw: Any, variant: Any, tokens: int, requests: int, rows: int) -> None:
         """Compare a bucket's layout with what the forward returned for ``rows`` rows instead: that shows which sizes follow them.
 
         Raises:
-            UsageError: an output has the bucket's size by chance, or a size that follows it without equalling it.
+            UsageError: an output has the bucket's size by chance, or a size or number that follows it without equalling it.
         """
+        try:
+            self._compare_rows(layout, raw, tokens, rows)
+        except UsageError:
+            self._seen.pop((variant, requests))  # so that the next bucket is run at other rows too
+            raise
+
+    def _compare_rows(self, layout: Layout, raw: Any, tokens: int, rows: int) -> None:
         where = f"{self._label}, bucket {tokens}"
-        other = {path: tuple(v.shape) for path, v, _ in take_apart(raw).leaves if isinstance(v, Tensor)}
+        other = {path: value for path, value, _ in take_apart(raw).leaves}
+        for path, value in layout.plain:
+            now = other.get(path)
+            if isinstance(value, _NUMBERS) and isinstance(now, _NUMBERS) and now != value:
+                raise _plain_follows(path, (value, tokens), (now, rows), where)
         for path, shape, dim in layout.of_tokens():
-            if len(there := other.get(path, ())) != len(shape):
+            found = other.get(path)
+            if not isinstance(found, Tensor) or found.dim() != len(shape):
                 continue
+            there = tuple(found.shape)
             for d, (a, b) in enumerate(zip(shape, there, strict=True)):
                 if d == dim and a == b:
                     raise UsageError(
@@ -119,7 +137,7 @@ class Outputs:
                         f"chance, for with {rows} rows it is {list(there)}, so cutting it to the real rows would be wrong. Give "
                         f"output_token_dim as a structure, with None for {path}"
                     )
-                if d != dim and a != b:
+                if b != (rows if d == dim else a):
                     raise _follows(path, d, (a, tokens), (b, rows), where)
 
     def _compare(self, parts: list[Any], variant: Any, tokens: int, requests: int, where: str) -> None:
@@ -135,11 +153,7 @@ class Outputs:
             if isinstance(value, Tensor) and isinstance(then, tuple):
                 _compare_shapes(path, now[path], then, tokens, before[0], where)
             elif not isinstance(value, Tensor) and path in before[2] and then != value:
-                raise UsageError(
-                    f"{where}: {path} is the plain value {value!r}, and in bucket {before[0]} it was {then!r}: it "
-                    "follows the "
-                    "padded size, not the call. Return it as a tensor, or leave it to the caller"
-                )
+                raise _plain_follows(path, (value, tokens), (then, before[0]), where)
 
 
 Part = tuple[str, Any, int | None, bool]  # path, value, growing dimension, whether it grows with tokens
@@ -149,14 +163,14 @@ Signature = tuple[Any, tuple[Any, ...], tuple[Any, ...]]
 class Layout:
     """One result of a forward, taken apart. :meth:`give` copies the caller's rows out of it.
 
-    ``tensors``: those of the result, at the bucket's shape.
+    ``tensors``: those of the result, at the bucket's shape. ``plain``: its other values, with their paths.
     """
 
     def __init__(self, tree: Tree, parts: list[Part], where: str) -> None:
         self._where = where
         self.tensors = [value for _, value, _, _ in parts if isinstance(value, Tensor)]
         self._parts = [(path, dim, of_tokens) for path, value, dim, of_tokens in parts if isinstance(value, Tensor)]
-        self._plain = [(path, value) for path, value, _, _ in parts if not isinstance(value, Tensor)]
+        self.plain = [(path, value) for path, value, _, _ in parts if not isinstance(value, Tensor)]
         self._outline, self._put_together = tree.outline, tree.build
         self._single = tree.outline is True
         self._items = [_HOLE if isinstance(value, Tensor) else value for _, value, _, _ in parts]
@@ -201,7 +215,7 @@ class Layout:
         shapes = tuple(
             (path, t.dtype, tuple(t.shape)) for (path, _, _), t in zip(self._parts, self.tensors, strict=True)
         )
-        return self._outline, tuple(self._plain), shapes
+        return self._outline, tuple(self.plain), shapes
 
     def check_same(self, warmed: Signature) -> None:
         """Check that the warm-up returned the same structure, shapes and plain values.
@@ -321,6 +335,14 @@ def _compare_shapes(path: str, now: Any, then: Any, tokens: int, before: int, wh
     for d, (a, b) in enumerate(zip(shape, old_shape, strict=True)):
         if d != dim and a != b and (a - b == tokens - before or a * before == b * tokens):
             raise _follows(path, d, (a, tokens), (b, before), where)
+
+
+def _plain_follows(path: str, one: tuple[Any, int], other: tuple[Any, int], where: str) -> UsageError:
+    """``one``, ``other``: a plain output, and the rows that the forward had then."""
+    return UsageError(
+        f"{where}: {path} is the plain value {one[0]!r}, and in bucket {other[1]} it was {other[0]!r}: it follows the padded "
+        "size, not the call. Return it as a tensor, or leave it to the caller"
+    )
 
 
 def _follows(path: str, dim: int, one: tuple[int, int], other: tuple[int, int], where: str) -> UsageError:

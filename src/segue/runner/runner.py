@@ -19,7 +19,7 @@ from segue.capture.thread_state import state as thread
 from segue.devices import Device, Pool
 from segue.errors import NoBucketError, UsageError, no_copy
 from segue.runner import options
-from segue.runner.admission import EAGER, OTHER_SIZE, Admission, Decision
+from segue.runner.admission import EAGER, OTHER_SIZE, TRACED, Admission, Decision
 from segue.runner.bucket_recorder import BucketRecorder, run_eager
 from segue.runner.buckets import Buckets, Route, RunsEager
 from segue.runner.calls import Binder, Call
@@ -291,6 +291,8 @@ class GraphRunner:
         """Answer a call whose route is not known yet. :meth:`Buckets.serve` has the protocol of the bucket that takes it."""
         if self.disabled:
             return self._eager(call, environment.DISABLED)
+        if _torch.is_tracing():  # sizes are tensors then, so that no route is known
+            return self._fall_back(call, TRACED)
         if call.unlike is not None:
             return self._fall_back(call, OTHER_SIZE)
         decision = self._decide(call, given, route[3])
@@ -310,7 +312,7 @@ class GraphRunner:
         if self._strict:
             raise NoBucketError(
                 f"strict=True, and this call would run eager ({reason}): "
-                f"{call.unlike or self.explain(call.tokens, call.requests)}. "
+                f"{call.unlike or self.explain(int(call.tokens), int(call.requests))}. "
                 "Add a bucket, or allow eager calls with strict=False"
             )
         return self._eager(call, reason)

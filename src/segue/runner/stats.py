@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,11 @@ class Counters:
             captured=self.captured,
             replayed=strategies.total(),
             eager=self.eager,
-            reasons=MappingProxyType(dict(self.reasons)),
+            reasons=dict(self.reasons),
             padding_share=padded / rows if rows else 0.0,
             pool_bytes=pool_bytes,
             driver_bytes=driver_bytes,
-            strategies=MappingProxyType(dict(strategies)),
+            strategies=dict(strategies),
             capture_seconds=self.seconds,
             buckets=buckets,
         )

@@ -66,6 +66,7 @@ class ForwardPatch:
 
     def __init__(self, decoder: Any, serve: Serve) -> None:
         functools.update_wrapper(self, decoder.forward)
+        self.__code__ = getattr(decoder.forward, "__code__", None)  # which torch.export looks at
         self._decoder, self._serve, self._before = decoder, serve, _instance_forward(decoder)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

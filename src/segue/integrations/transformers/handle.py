@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -38,6 +37,7 @@ from segue.integrations.transformers.prime_trunk import not_causal
 from segue.integrations.transformers.training_modes import TrainingModes
 from segue.prime.prime_strategy import PrimeStrategy
 from segue.runner import Breakable, CapturedForward, Decision, GraphRunner, Input, Job, Ladder
+from segue.runner.admission import TRACED
 from segue.runner.memory_budget import mib
 from segue.runner.progress import CaptureSummary, Progress
 
@@ -123,7 +123,7 @@ class Accelerated(Handle):
         eager = stats.eager + self._untouched.total()
         first = () if self._first_tokens is None else self._first_tokens.captured
         buckets = tuple(sorted({*stats.buckets, *first}))
-        return dataclasses.replace(stats, eager=eager, reasons=MappingProxyType(dict(reasons)), buckets=buckets)
+        return dataclasses.replace(stats, eager=eager, reasons=dict(reasons), buckets=buckets)
 
     @property
     def scratch_bytes(self) -> int:
@@ -248,6 +248,8 @@ class Accelerated(Handle):
     def _serve_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if environment.disabled():
             return self._untouched_forward(environment.DISABLED, args, kwargs)
+        if _torch.is_tracing():
+            return self._untouched_forward(TRACED, args, kwargs)
         self._check_usable()
         call = self._reader.read(args, kwargs)
         if isinstance(call, str):
@@ -273,7 +275,7 @@ class Accelerated(Handle):
         """A call of the whole model: the first token of a fresh prompt by one graph, everything else by the model's own forward,
         whose decoder is served by :meth:`_serve`."""
         given = asks_for_one_row(args, kwargs)
-        if given is not None and not torch.compiler.is_compiling():
+        if given is not None and not torch.compiler.is_compiling() and not _torch.is_tracing():
             with self._one_at_a_time:
                 out = self._first_token(given)
             if out is not None:

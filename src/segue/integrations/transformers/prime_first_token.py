@@ -217,11 +217,15 @@ def _same(now: tuple[Any, ...], then: tuple[Any, ...]) -> bool:
     return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
 
 
+def _says_something(value: Any) -> bool:
+    return value is not None and value is not False
+
+
 def asks_for_one_row(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
     """The decoder's arguments of a call of the outer model that asks for the last row of logits alone; else None."""
     if len(args) > 1 or (args and "input_ids" in kwargs) or type(keep := kwargs.get("logits_to_keep")) is not int or keep != 1:
         return None
-    if kwargs.get("return_dict") is False or any(kwargs.get(name) not in (None, False) for name in _SAYS_NOTHING):
+    if kwargs.get("return_dict") is False or any(_says_something(kwargs.get(name)) for name in _SAYS_NOTHING):
         return None
     given = {k: v for k, v in kwargs.items() if k not in _LEFT_OUT}
     return {"input_ids": args[0], **given} if args else given
