@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import segue
 from runner.rows import close
 from segue.check import tiny_trunk
 from segue.devices import Device
-from segue.errors import CaptureError, UsageError
+from segue.errors import CaptureError, LeftBehindError, UsageError
 from segue.runner import GraphRunner, Input
 
 pytestmark = pytest.mark.usefixtures("inference")
@@ -307,3 +308,45 @@ def test_a_prime_graphs_trunk_that_leaves_something_behind_is_named(device: Devi
     trunk = Keeps().to(device.torch_device).eval().requires_grad_(False)
     with pytest.raises(CaptureError, match=r"prime graph of 16 rows: .*Prime\.trunk\.last \(a tensor \(16, 32\)\)"):
         segue.PrimeGraph(trunk, 16, device=device, cuts=[])
+
+
+def _host_generators() -> dict[str, Any]:
+    numpy = pytest.importorskip("numpy")
+    own, of_numpy, old = random.Random(1), numpy.random.default_rng(1), numpy.random.RandomState(1)
+    return {
+        "random": lambda: random.random(),
+        "own": lambda: own.random(),
+        "of_numpy": lambda: float(of_numpy.random()),
+        "old": lambda: float(old.rand()),
+        "numpy.random.rand": lambda: float(numpy.random.rand()),
+    }
+
+
+@pytest.mark.parametrize("name", ["random", "own", "of_numpy", "old", "numpy.random.rand"])
+def test_a_number_drawn_on_the_host_is_refused(device: Device, name: str) -> None:
+    draw = _host_generators()[name]
+    runner = _runner(lambda x: x * draw(), device)
+    x = _x(device)
+    runner(x)
+    with pytest.raises(LeftBehindError, match=rf"the state of .*{name}, from which it draws random numbers on the host"):
+        runner(x)
+    runner.close()
+
+
+def test_a_number_drawn_in_a_break_is_drawn_anew_at_each_replay(device: Device) -> None:
+    @segue.break_point
+    def noise(x: Tensor) -> Tensor:
+        return x * random.random()
+
+    def forward(x: Tensor) -> Tensor:
+        return noise(x * 2) + (1 if len(x) else random.random())  # a draw that doesn't happen
+
+    runner = _runner(forward, device)
+    x = _x(device)
+    for seed in range(4):
+        random.seed(seed)
+        got = runner(x)
+        random.seed(seed)
+        assert torch.equal(got, forward(x))
+    assert runner.stats.replayed == 2
+    runner.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import hashlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,7 @@ from segue import _source_lines
 from segue.capture.code_names import globals_of, is_library
 from segue.capture.compiled import Compiled
 from segue.capture.context_paths import PLAIN, slots
+from segue.capture.host_generators import generator_of
 from segue.capture.object_graph import OF_EVERY_MODULE, Place, is_users, visits, walk
 from segue.errors import LeftBehindError
 
@@ -131,6 +133,8 @@ class Leftovers:
                 self._note(obj, visit.name)
             else:
                 hidden.update(id(value) for _, value in visit.held)
+            for place, value in () if visit.live else visit.held:
+                self._note_generator(value, place.name)
         for held, users in self._globals.values():
             self._note_globals(held, dict(users))
         own = len(self._found)
@@ -275,6 +279,23 @@ class Leftovers:
             lambda k: f"{users[k]}: {k}",
             lambda new: _put_entries(held, new, users),
         )
+
+    def _note_generator(self, value: Any, name: str) -> None:
+        """Note a generator of Python's or numpy's that the forward names. At a replay nobody draws from it."""
+        if (found := generator_of(value)) is None or id(found[0]) in self._seen:
+            return
+        generator, (get, put) = found
+        self._seen[id(generator)] = generator
+        states: dict[str, Any] = {}
+
+        def entries() -> dict[int, str]:
+            state = get()
+            text = hashlib.sha256(repr(state).encode()).hexdigest()[:12]
+            states[text] = state
+            return {0: text}
+
+        show = f"the state of {name}, from which it draws random numbers on the host,"
+        self._add(lambda: entries().values(), entries, lambda _: show, lambda kept: put(states[kept[0]]))
 
     def _note_dict(self, held: dict[Any, Any], show: Show, unless: frozenset[str] = frozenset(), seldom: bool = False) -> None:
         put = functools.partial(_put_entries, held)
