@@ -310,8 +310,10 @@ def test_a_prime_graphs_trunk_that_leaves_something_behind_is_named(device: Devi
         segue.PrimeGraph(trunk, 16, device=device, cuts=[])
 
 
+numpy = pytest.importorskip("numpy")
+
+
 def _host_generators() -> dict[str, Any]:
-    numpy = pytest.importorskip("numpy")
     own, of_numpy, old = random.Random(1), numpy.random.default_rng(1), numpy.random.RandomState(1)
     return {
         "random": lambda: random.random(),
