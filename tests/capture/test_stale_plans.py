@@ -140,8 +140,12 @@ def _workspace(m: Model, x: Tensor, p: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("plan", "use"),
-    [(lambda m, x, lens: lens.clone(), _in_place), (lambda m, x, lens: x.clone(), _workspace)],
-    ids=["state", "workspace"],
+    [
+        (lambda m, x, lens: lens.clone(), _in_place),
+        (lambda m, x, lens: x.clone(), _workspace),
+        (lambda m, x, lens: lens.clone(), lambda m, x, p: shifted(x, p.copy_(x.sum(0)))),
+    ],
+    ids=["state", "workspace", "workspace of a break"],
 )
 def test_state_and_workspaces_that_the_graph_writes_replay(device: Device, plan: Any, use: Any) -> None:
     runner, eager = _runner(Model(plan, device, use), device), Model(plan, device, use)

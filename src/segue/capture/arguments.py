@@ -142,7 +142,9 @@ class BoundArguments:
         for path in paths:
             get = getter(path)
             self._baked.context_tensors[show(path)] = get, get(state.ctx)
-        if not paths and (line := made_from_input(t)) is not None:
+        used = self._op_watch.externals.get(_torch.storage_key(t))
+        written = used is not None and used.written  # by the graph, at each replay: state, or a workspace
+        if not paths and not written and (line := made_from_input(t)) is not None:
             raise CaptureError(
                 f"{self._where}: argument {name!r} was made from an input by an earlier run of the forward ({line}) and kept. "
                 "Every replay would pass that call's tensor. Make it anew in each forward, or inside the break."
