@@ -76,29 +76,62 @@ def caller_globals() -> list[tuple[dict[str, Any], str, Any]]:
     return [] if frame is None else [(held, name, held[name]) for name in frame.f_code.co_names if name in held]
 
 
-def read_by_callers(knows: Callable[[Any], bool]) -> set[str]:
-    """The attributes and texts that the running functions of the user may have read so far, up to where segue called them.
+def read_by_callers(knows: Callable[[Any], bool]) -> dict[str, bool]:
+    """The attributes and texts that the running functions of the user may have read so far, up to where segue called them, with
+    whether it was a text.
 
     ``knows``: only functions count that have a local variable of which this is true, or that call ``current_forward_ctx``.
     """
-    found: set[str] = set()
+    found: dict[str, bool] = {}
     user, frame = False, cast("FrameType | None", sys._getframe(1))
     while frame is not None:
         code = frame.f_code
         if (_known.get(id(code)) or _learn(code))[1]:
             user = True
             if "current_forward_ctx" in code.co_names or any(map(knows, frame.f_locals.values())):
-                found.update(word for at, word in _words(code) if at <= frame.f_lasti)
+                found.update((word, text) for at, word, text in _words(code) if at <= frame.f_lasti)
         elif user and code.co_filename.startswith(_SKIPPED[1]):
             break
         frame = frame.f_back
     return found
 
 
+def names_in_callers(until: CodeType | None) -> set[str]:
+    """The names and texts that the running functions of the user read somewhere, up to where segue called them, or to the one
+    whose code is ``until``.
+    """
+    found: set[str] = set()
+    user, frame = False, cast("FrameType | None", sys._getframe(1))
+    while frame is not None and frame.f_code is not until:
+        code = frame.f_code
+        if (_known.get(id(code)) or _learn(code))[1]:
+            user = True
+            found |= _names(code)
+        elif user and code.co_filename.startswith(_SKIPPED[1]):
+            break
+        frame = frame.f_back
+    return found
+
+
+def caller_code() -> CodeType | None:
+    """The code of the nearest user frame."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not (_known.get(id(frame.f_code)) or _learn(frame.f_code))[1]:
+        frame = frame.f_back
+    return None if frame is None else frame.f_code
+
+
 @functools.lru_cache(maxsize=256)
-def _words(code: CodeType) -> list[tuple[int, str]]:
+def _names(code: CodeType) -> frozenset[str]:
+    reads = {*_LOADS, "LOAD_CONST"} - {"LOAD_FAST"}
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname in reads and isinstance(i.argval, str))
+
+
+@functools.lru_cache(maxsize=256)
+def _words(code: CodeType) -> list[tuple[int, str, bool]]:
     reads = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST")
-    return [(i.offset, i.argval) for i in dis.get_instructions(code) if i.opname in reads and isinstance(i.argval, str)]
+    found = [i for i in dis.get_instructions(code) if i.opname in reads and isinstance(i.argval, str)]
+    return [(i.offset, i.argval, i.opname == "LOAD_CONST") for i in found]
 
 
 def in_compiled_code() -> bool:

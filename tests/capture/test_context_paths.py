@@ -328,3 +328,26 @@ def test_valid_rows_are_known_in_breaks_only(device: Device) -> None:
     assert seen == [4, 3, 4, None]
     with pytest.raises(segue.SegueError, match="valid_rows=5 is not between 0 and its 4 rows"):
         capture.replay(valid_rows=5)
+
+
+@pytest.mark.parametrize("held", ["item", "attribute"])
+def test_what_was_not_in_the_context_and_is_there_later_is_named(held: str, device: Device) -> None:
+    @segue.break_point
+    def biased(y: Tensor, given: Any) -> Tensor:
+        return y if given is None else y + given
+
+    def forward(x: Tensor) -> Tensor:
+        ctx = segue.current_forward_ctx()
+        return biased(x * 1, ctx.get("bias") if held == "item" else getattr(ctx, "bias", None)) * 2
+
+    def context(**entries: Any) -> Any:
+        return entries if held == "item" else SimpleNamespace(**entries)
+
+    x = torch.ones(2, device=device.torch_device)
+    with torch.inference_mode():
+        with segue.active_forward(context(a=1)), segue.BreakableCapture(device=device, root=forward) as capture:
+            forward(x)
+        with segue.active_forward(context(a=1, other=x)):
+            capture.replay()
+        with segue.active_forward(context(a=1, bias=x)), pytest.raises(segue.ReplayError, match=r"bias.* was None at capture"):
+            capture.replay()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextvars
+import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from types import MethodType, SimpleNamespace
@@ -10,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import segue
@@ -69,6 +72,27 @@ class Stored:
         return net._stored
 
 
+class Options:
+    """A namespace, as configurations often are."""
+
+    class Nested:
+        level = 0.5
+
+
+class Holder:
+    def gain(self) -> float:
+        return 0.25
+
+
+class OtherHolder:
+    def gain(self) -> float:
+        return 3.25
+
+
+LOCAL = threading.local()
+LOCAL.level = 0.5
+
+
 class Slotted:
     __slots__ = ("power", "table")
 
@@ -95,6 +119,8 @@ class Net(nn.Module):
         self.parts["a"].register_forward_hook(self.power)
         self.parts["a"].register_forward_hook(_doubled)
         self.tables: dict[int, Tensor] = {}
+        self.steering: dict[int, float] = {}
+        self.mask, self.holder = bytearray(b"\x02"), Holder()
         self.calls = 0
 
     @property
@@ -113,6 +139,13 @@ class Net(nn.Module):
         x = tables.bent(x)
         for part in (*self.parts.values(), *self.more):
             x = part(x)
+        from capture.tables import factor as imported
+
+        x = x * imported + self.steering.get(0, 0.0) + self.mask[0] + self.holder.gain()
+        x = x + Options.Nested.level + LOCAL.level + float(os.environ.get("SEGUE_TEST_LEVEL", "0")) + vars(self)["calls"]
+        x = F.softsign(x) * 3 + x
+        if hasattr(self, "offset"):
+            x = x + self.offset
         for size in self.sizes:
             x = x + size
         if 2 in self.flags:
@@ -205,7 +238,21 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "a number in a module": (lambda n, m: m.setattr(tables, "factor", 5.0), r"tables\.factor: 2\.0 -> 5\.0"),
     "a helper in a module": (lambda n, m: m.setattr(tables, "bent", lambda x: x * 0), r"tables\.bent: bent .* -> "),
     "a context variable": (lambda n, m: LEVEL.set(5.0), r"LEVEL: 1\.0 -> 5\.0"),
+    "a key more in a dict that no code fills": (lambda n, m: n.steering.update({0: 4.0}), r"steering\[0\]: nothing -> 4\.0"),
+    "a byte": (lambda n, m: n.mask.__setitem__(0, 9), r"mask: b'\\x02' -> b'\\t'"),
+    "the class of an object": (lambda n, m: setattr(n.holder, "__class__", OtherHolder), r"holder: Holder -> OtherHolder"),
+    "a class within a class": (lambda n, m: m.setattr(Options.Nested, "level", 5.0), r"Nested\.level: 0\.5 -> 5\.0"),
+    "a value of the thread": (lambda n, m: m.setattr(LOCAL, "level", 5.0), r"LOCAL\.level: 0\.5 -> 5\.0"),
+    "an environment variable": (lambda n, m: m.setenv("SEGUE_TEST_LEVEL", "7"), r"os\.environ: .* -> "),
+    "what vars() gives": (lambda n, m: setattr(n, "calls", 3), r"calls: 0 -> 3"),
+    "a function of torch's": (lambda n, m: m.setattr(F, "softsign", torch.tanh), r"F\.softsign: softsign .* -> .*tanh"),
+    "a class's __call__": (lambda n, m: m.setattr(Net, "__call__", _loud, raising=False), r"Net\.__call__: nothing -> _loud"),
+    "a buffer that may be absent": (lambda n, m: n.register_buffer("offset", _parameter(n).data), r"offset: nothing"),
 }
+
+
+def _loud(net: Net, x: Tensor) -> Tensor:
+    return net.forward(x) * 2
 
 
 def _parameter(net: Net) -> nn.Parameter:
@@ -346,6 +393,8 @@ def test_a_prime_graph_names_the_change_and_no_session_is_touched(
 
 
 INNOCENT: dict[str, Change] = {
+    "an equal object again": lambda n, m: setattr(n.object, "inner", SimpleNamespace(gain=1.0)),
+    "another variable of the environment": lambda n, m: m.setenv("SEGUE_TEST_OTHER", "7"),
     "the same value again": lambda n, m: setattr(n, "scale", float("2.0")),
     "the same list again": lambda n, m: setattr(n, "sizes", [1.0, 2.0]),
     "the same set again": lambda n, m: setattr(n, "flags", {1}),

@@ -352,3 +352,28 @@ def test_a_number_drawn_in_a_break_is_drawn_anew_at_each_replay(device: Device) 
         assert torch.equal(got, forward(x))
     assert runner.stats.replayed == 2
     runner.close()
+
+
+@pytest.mark.parametrize("bucket_first", [False, True])
+def test_a_number_that_a_break_sets_and_a_segment_reads_is_named(bucket_first: bool, device: Device) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.longest, self.served = 0.0, 0
+
+        @segue.break_point(trim=("x",))
+        def plan(self, x: Tensor) -> Tensor:
+            self.longest = float(x.sum())
+            self.served += 1  # which no segment reads
+            return x * 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.plan(x * 2) + self.longest
+
+    runner = _runner(Net().eval(), device)
+    with pytest.raises(CaptureError, match=r"the break sets .*Net\.longest, which the forward reads outside it"):
+        if bucket_first:
+            runner.capture(_x(device))
+        for _ in range(2):
+            runner(_x(device))
+    runner.close()

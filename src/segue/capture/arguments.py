@@ -157,7 +157,8 @@ class BoundArguments:
         with the argument's name, and those that the running functions can have read.
         """
         read = _source_lines.read_by_callers(lambda v: not isinstance(v, Tensor) and bool(self._map.paths(v)))
-        for path in self._map.nones({name, *read}):
+        texts = [word for word, is_text in read.items() if is_text and word.isidentifier()]
+        for path in self._map.nones({name, *read}) or self._map.missing(texts):
             self._baked.nones.setdefault(path, self._said(name))
 
     def _container(self, name: str, value: Any, parts: list[tuple[Any, Any]]) -> tuple[bool, Any]:

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any, SupportsIndex, cast
 
 import torch
@@ -90,6 +90,7 @@ class BreakableCapture:
         self._places: Places | None = None  # made when the capture begins, as the forward may change what it decides by
         self._op_watch = OpWatch(self.pool, self.name, self._own)
         self._leftovers: Leftovers | None = None
+        self._entered: CodeType | None = None  # whose `with` this is
         self._break_memory, self._baked = BreakMemory(), Baked(root is None)
         self._at_end: list[Callable[[], object]] = []
         self._recording: Recording | None = None
@@ -175,6 +176,7 @@ class BreakableCapture:
         if self._status != "new":
             raise UsageError(f"{self.name} is {self._status}; a capture records once. Make a new BreakableCapture.")
         self._places = self._root if isinstance(self._root, Places) else Places(self._root)
+        self._entered = _source_lines.caller_code()
         with ExitStack() as scope:
             scope.enter_context(one_capture)
             scope.enter_context(no_garbage_collection())
@@ -307,10 +309,10 @@ class BreakableCapture:
             step = Break(spec, args, kwargs, into, watch=self._op_watch, baked=self._baked, where=where, enters=enters)
             step.bound.plain.update(plain)
             if self._leftovers is not None:
-                self._leftovers.before_break(getattr(spec.fn, "__code__", None), where)
+                self._leftovers.before_break(code := getattr(spec.fn, "__code__", None), where)
             result = step.first_run()
             if self._leftovers is not None:
-                self._leftovers.after_break()
+                self._leftovers.after_break(code, self._entered, where)
             self._steps.append(step)
             self._begin_segment()
         except BaseException as e:

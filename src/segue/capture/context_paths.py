@@ -62,6 +62,7 @@ class ContextMap:
         self._paths: dict[int, list[Path]] = {}
         self._storages: dict[int, list[Path]] = {}
         self._nones: list[Path] = []
+        self._owners: list[tuple[Path, Any]] = []  # what may hold something near
         self._keep: list[Any] = []  # the objects, so that Python doesn't give their ids to others while the map lives
         if ctx is not None:
             self._add(ctx, levels, most)
@@ -91,6 +92,21 @@ class ContextMap:
             return self._deep.nones(self.ctx, keys)
         return list(islice((path for path in self._nones if 0 < len(path) <= 4 and path[-1][1] in keys), _MOST_PATHS))
 
+    def missing(self, keys: Collection[str]) -> list[Path]:
+        """The first paths ending with one of ``keys`` at which the context has nothing: items of dicts and attributes of objects,
+        for code that asks for them with a default. They are as near as those of :meth:`nones`.
+        """
+        if not self.whole and self._deep is not None:
+            return self._deep.missing(self.ctx, keys)
+        found: list[Path] = []
+        for path, owner in self._owners if keys else ():
+            kind, held = ("item", owner) if isinstance(owner, dict) else ("attr", getattr(owner, "__dict__", None))
+            new: list[Path] = [(*path, (kind, key)) for key in keys if isinstance(held, dict) and key not in held]
+            found += [place for place in new if _read(place, self.ctx) is None]
+            if len(found) >= _MOST_PATHS:
+                break
+        return found[:_MOST_PATHS]
+
     def let_go(self) -> None:
         """Stop holding the tensors: a cache that grows would be in memory twice. Paths must be read again before they count."""
         self._keep = [value for value in self._keep if not isinstance(value, Tensor)]
@@ -115,6 +131,8 @@ class ContextMap:
                     if value.layout is torch.strided:
                         self._storages.setdefault(_torch.storage_key(value), []).append(path)
                 elif new:
+                    if len(path) < 4:
+                        self._owners.append((path, value))
                     room = most - seen if depth < levels else 0
                     found = [(child, (*path, step)) for step, child in islice(children(value), room + 1)]
                     self.whole = self.whole and len(found) <= room
@@ -145,6 +163,10 @@ class DeepContext:
     def nones(self, ctx: Any, keys: Collection[Any]) -> list[Path]:
         """As :meth:`ContextMap.nones`."""
         return [path for path in self._of(ctx).nones(keys) if _read(path, ctx) is None]
+
+    def missing(self, ctx: Any, keys: Collection[str]) -> list[Path]:
+        """As :meth:`ContextMap.missing`."""
+        return [path for path in self._of(ctx).missing(keys) if _read(path, ctx) is None]
 
     def whole(self, ctx: Any) -> bool:
         """Whether the walk reached the end of ``ctx``."""

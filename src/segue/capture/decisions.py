@@ -7,12 +7,14 @@ hooks, replaced forwards, plain attributes, globals, closures. A replay doesn't 
 from __future__ import annotations
 
 import functools
+import os
+import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from operator import getitem, is_not
-from types import FunctionType, MethodType
+from operator import getitem, is_not, methodcaller
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -32,6 +34,7 @@ _INERT_HOOKS = {"output_capturing_hook"}  # transformers' recorders, which do no
 _BY_KEYS = (nn.ParameterDict, nn.ParameterList)  # whose parameters no code names one by one
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # whose submodules no code names one by one
 _CONTAINERS = (dict, list, deque)
+_BY_KEY = (dict, MappingProxyType)
 _WHOLE = (*_CONTAINERS, tuple, FunctionType, MethodType, functools.partial, Compiled, ContextVar)  # whose parts no code names
 _MOST_ITEMS = 256  # of a container whose items are compared: a vocabulary decides by its size alone
 _NOTHING: Any = object()
@@ -81,7 +84,12 @@ class Decisions:
         self._outside = {id(m): m for m in outside}
         self._entries, self._attributes, self._growing = _Entries(), _Attributes(), _Growing(self._names)
         self._tables, self._hooks, self._classes, self._sets = _Tables(), _Hooks(), _Classes(), _Sets()
-        self._kinds = self._classes, self._tables, self._hooks, self._sets, self._entries, self._attributes, self._growing
+        self._contents = _Contents()
+        fixed = self._classes, self._tables, self._hooks, self._sets, self._contents
+        self._kinds = *fixed, self._entries, self._attributes, self._growing
+        self._filled, self._asked = names.filled, names.asked
+        if names.environment:
+            self._contents.add(os.environ, "os.environ", functools.partial(_variables, sorted(names.environment)))
         self._large: dict[str, None] = {}
         self._moved = False
         self._take(list(visits))
@@ -118,7 +126,7 @@ class Decisions:
 
     def let_grow(self) -> None:
         """Take in what dicts have got since, after a forward that filled them itself, with tables by length for example."""
-        self._growing.accept()
+        self._growing.let_grow()
 
     @property
     def paths(self) -> list[str]:
@@ -139,6 +147,8 @@ class Decisions:
             is_module, is_class = isinstance(obj, nn.Module), isinstance(obj, type)
             if live or not (is_module or is_class or id(obj) in named):
                 continue
+            if (content := _content(obj)) is not None:
+                self._contents.add(obj, path, content)
             if not (is_module or is_class or isinstance(obj, _WHOLE) or is_users(obj)):
                 continue  # an object of Python's, torch's or segue's own
             cls = obj if is_class else type(obj)
@@ -173,9 +183,10 @@ class Decisions:
         if isinstance(obj, nn.Module):
             self._take_module(obj, path)
         elif isinstance(obj, _CONTAINERS):
-            self._growing.add(obj, path, None)
+            self._growing.add(obj, path, None, filled=_last_name(path) in self._filled)
         elif not isinstance(obj, (type, *_WHOLE)) and is_users(obj) and isinstance(own := getattr(obj, "__dict__", None), dict):
             self._growing.add(own, path, mapped)
+            self._classes.add(obj, path)
 
     def _take_module(self, module: nn.Module, path: str) -> None:
         inside = {name: child for name, child in module._modules.items() if id(child) not in self._outside}
@@ -189,6 +200,9 @@ class Decisions:
         if id(module) not in self._outside:
             self._classes.add(module, path)
             self._growing.add(vars(module), path, {"forward"})
+            if self._asked and not is_installed(type(module).__module__):
+                for held in (module._parameters, module._buffers):
+                    self._growing.add(held, path, self._asked - held.keys())
             self._hooks.add(module._forward_hooks, path)
             self._hooks.add(module._forward_pre_hooks, path)
             if (forward := vars(module).get("forward")) is not None:
@@ -196,6 +210,8 @@ class Decisions:
 
     def _take_class(self, cls: type) -> None:
         library = is_library(cls.__module__)
+        if not library:
+            self._growing.add(vars(cls), cls.__qualname__, {"forward", "__call__"})
         for name, value in vars(cls).items():
             read = name == "forward" or (not library and (name in self._names or _runs_unnamed(name, value)))
             if read and not isinstance(value, Tensor):
@@ -228,8 +244,8 @@ class _Entries:
                 continue
             if not _equal(now, value):
                 yield Change.of("forward" if key == "forward" else "value", path.removesuffix(".forward"), value, now)
-            # Of a container, the items of the old one are compared.
-            elif now is value or not isinstance(now, (*_CONTAINERS, set)):
+            # Of a container or an object, what the old one held is compared.
+            elif now is value or is_plain(now) or isinstance(now, Tensor | nn.Module | frozenset | tuple):
                 self._found[where] = there, key, now, path, home
         self.accept()
 
@@ -266,15 +282,24 @@ class _Growing:
         self._names = names
         self._found: dict[int, tuple[Any, str, set[str] | None]] = {}
         self._restless: set[int] = set()  # dicts whose order a captured forward changes itself
+        self._filled: set[int] = set()  # containers that the forward may fill itself
 
-    def add(self, holder: Any, path: str, also: set[str] | None) -> None:
-        """``also``: names that count beside those in the code, for the dict of an object; None for a container."""
+    def add(self, holder: Any, path: str, also: set[str] | None, filled: bool = False) -> None:
+        """``also``: names that count beside those in the code, for the dict of an object; None for a container. ``filled``: the
+        code may fill it."""
         self._found.setdefault(id(holder), (holder, path, also))
+        if filled:
+            self._filled.add(id(holder))
+
+    def let_grow(self) -> None:
+        """Take in what there is now; what has grown is filled by the forward."""
+        self._filled.update(id(held) for held, size in zip(self._sized, self._sizes, strict=True) if len(held) > size)
+        self.accept()
 
     def accept(self) -> None:
         self._sized = [holder for holder, _, _ in self._found.values()]
         self._sizes = list(map(len, self._sized))
-        self._keys = [dict.fromkeys(h) if isinstance(h, dict) else {} for h in self._sized]
+        self._keys = [dict.fromkeys(h) if isinstance(h, _BY_KEY) else {} for h in self._sized]
         # Only where keys are names: an order of others is that of a cache.
         small = [(h, p) for h, p, also in self._found.values() if also is None and 1 < len(h) <= _MOST_ITEMS]
         named = [(h, p) for h, p in small if isinstance(h, dict) and _by_name(h) and id(h) not in self._restless]
@@ -285,7 +310,7 @@ class _Growing:
 
     def changes(self) -> Iterator[Change]:
         for (holder, path, also), size, keys in zip(self._found.values(), self._sizes, self._keys, strict=True):
-            if not isinstance(holder, dict):
+            if not isinstance(holder, _BY_KEY):
                 if len(holder) != size:
                     yield Change("value", path, f"{size} items", f"{len(holder)} items", holder)
                 continue
@@ -296,8 +321,9 @@ class _Growing:
                     yield Change.of("forward", path, _NOTHING, holder[key])
                 elif also is not None and (key in self._names or key in also) and key not in OF_EVERY_MODULE:
                     yield Change.of("value", f"{path}.{key}", _NOTHING, holder[key])
-                # Tables by length grow with each length that was not seen before; what has a name is another thing.
-                elif also is None and _by_name(holder):
+                # Tables by length grow with each length that was not seen before; what has a name is another thing, and so is
+                # what no code fills.
+                elif also is None and (id(holder) not in self._filled or _by_name(holder)):
                     yield Change.of("value", f"{path}[{key!r}]", _NOTHING, holder[key])
         for holder, path, order in zip(self._ordered, self._paths, self._orders, strict=True):
             if (now := list(holder)) != order and now[: len(order)] != order:
@@ -309,7 +335,7 @@ class _Growing:
     def drop(self) -> None:
         self._restless.update(id(h) for h, order in zip(self._ordered, self._orders, strict=True) if list(h) != order)
         keep = zip(list(self._found.items()), self._sizes, strict=True)
-        self._found = {i: e for (i, e), size in keep if e[2] is not None or isinstance(e[0], dict) or len(e[0]) == size}
+        self._found = {i: e for (i, e), size in keep if e[2] is not None or isinstance(e[0], _BY_KEY) or len(e[0]) == size}
         self.accept()
 
     def paths(self) -> list[str]:
@@ -439,8 +465,41 @@ class _Sets:
         return []  # the entries that hold them have these names
 
 
+class _Contents:
+    """What has contents and no names for them: bytes, small arrays, environment variables."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Any, str, Callable[[Any], Any]]] = {}
+
+    def add(self, obj: Any, path: str, content: Callable[[Any], Any]) -> None:
+        """``content``: gives what is compared."""
+        self._found.setdefault(id(obj), (obj, path, content))
+
+    def accept(self) -> None:
+        self._then = self._now()
+
+    def same(self) -> bool:
+        return self._now() == self._then
+
+    def changes(self) -> Iterator[Change]:
+        for (_, path, _), then, now in zip(self._found.values(), self._then, self._now(), strict=True):
+            if now != then:
+                yield Change.of("value", path, then, now)
+
+    def drop(self) -> None:
+        keep = zip(list(self._found.items()), self._then, self._now(), strict=True)
+        self._found = {i: found for (i, found), then, now in keep if now == then}
+        self.accept()
+
+    def paths(self) -> list[str]:
+        return [path for _, path, _ in self._found.values()]
+
+    def _now(self) -> list[Any]:
+        return [content(obj) for obj, _, content in self._found.values()]
+
+
 class _Classes:
-    """The classes of modules: a module may be given another."""
+    """The classes of modules and objects: one may be given another."""
 
     def __init__(self) -> None:
         self._objects: list[Any] = []
@@ -485,7 +544,7 @@ def _runs_unnamed(name: str, value: Any) -> bool:
     return may_run(name, ()) and function_of(value) is not None
 
 
-def _by_name(d: dict[Any, Any]) -> bool:
+def _by_name(d: Mapping[Any, Any]) -> bool:
     return all(isinstance(key, str) for key in d)
 
 
@@ -508,7 +567,31 @@ def _equal(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     if isinstance(a, tuple | list | deque):
         return len(a) == len(b) and all(map(_equal, a, b))
-    return (is_plain(a) or isinstance(a, set | frozenset)) and bool(a == b or (a != a and b != b))
+    if is_plain(a) or isinstance(a, set | frozenset):
+        return bool(a == b or (a != a and b != b))
+    own, other = getattr(a, "__dict__", None), getattr(b, "__dict__", None)
+    if not isinstance(own, dict) or not own or callable(a) or isinstance(a, Tensor):
+        return False
+    return all(is_plain(value) or isinstance(value, Tensor) for value in own.values()) and _equal(own, other)
+
+
+def _content(obj: Any) -> Callable[[Any], Any] | None:
+    """A function that gives a copy of what ``obj`` holds, if that has no names."""
+    if isinstance(obj, bytearray) and len(obj) <= _MOST_ITEMS:
+        return bytes
+    if type(obj).__module__ == "numpy" and type(obj).__name__ == "ndarray" and obj.size <= _MOST_ITEMS:
+        return methodcaller("tobytes")
+    return None
+
+
+def _variables(names: list[str], environ: Mapping[str, str]) -> dict[str, str | None]:
+    return {name: environ.get(name) for name in names}
+
+
+def _last_name(path: str) -> str:
+    """The name at the end of a path, as in ``layers.0.tables['a']``."""
+    found = re.findall(r"\w+", re.sub(r"(\[[^\]]*\])+$", "", path))
+    return found[-1] if found else ""
 
 
 def _show(value: Any) -> str:

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, pairwise
 from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -138,6 +138,7 @@ class Leftovers:
         for held, users in self._globals.values():
             self._note_globals(held, dict(users))
         own = len(self._found)
+        self._own = self._found[:own]
         if context is not None:
             self._note(context, "ctx")
             for place, value in _near(context, "ctx"):
@@ -165,10 +166,34 @@ class Leftovers:
                     "would find what the capture left there at every replay. Pass it to the break as an argument."
                 )
 
-    def after_break(self) -> None:
-        """Take what a break has changed as it is: it will do so at each replay."""
-        for c, key, _ in self._changes(self._often):
-            c.first.pop(key, None)
+    def after_break(self, code: CodeType | None, entered: CodeType | None, where: str) -> None:
+        """Take what a break has changed as it is: it will do so at each replay.
+
+        Args:
+            code: of the break's function. ``entered``: the code that began the capture, where the user did so. ``where``: what
+                errors call the break.
+
+        Raises:
+            CaptureError: the break sets a number, or the like, which the forward reads. Segments would go on with that of the
+                capture.
+        """
+        read = _source_lines.names_in_callers(entered)
+        changed = []
+        for group in self._often:
+            for c, key, _ in group.changes():
+                c.first.pop(key, None)
+                if group is self._often[0]:  # of what the function holds; what the context holds is live
+                    changed.append((c, key))
+        # What the break has set to what was there already is no change, and may be one at the next replay.
+        if again := _stored_in(code) & read:
+            changed += [(c, key) for c in self._own for key in again & {k for k in c.saved if isinstance(k, str)}]
+        for c, key in changed:
+            if isinstance(key, str) and key in read and isinstance(c.saved.get(key, ABSENT), bool | int | float | str):
+                _refuse(
+                    f"{where}: the break sets {c.show(key)}, which the forward reads outside it. A replay runs no Python but "
+                    "that of breaks, so its segments would go on with the value of the capture. Read it inside a break, or keep "
+                    "it in a tensor that the break returns, or fills in place."
+                )
 
     def check(self, name: str) -> None:
         """Raise CaptureError if the segments of the capture ``name`` have left something behind."""
@@ -432,6 +457,15 @@ def _names_in(code: CodeType | None) -> set[str]:
         return set()
     found = {*code.co_names, *code.co_freevars, *(c for c in code.co_consts if isinstance(c, str))}
     return found.union(*(_names_in(c) for c in code.co_consts if isinstance(c, CodeType)))
+
+
+@functools.lru_cache(maxsize=256)
+def _stored_in(code: CodeType | None) -> frozenset[str]:
+    """The names of the attributes, variables and items that a function sets."""
+    steps = [] if code is None else list(dis.get_instructions(code))
+    names = {i.argval for i in steps if i.opname in _STORES}
+    names |= {key.argval for key, i in pairwise(steps) if i.opname == "STORE_SUBSCR" and key.opname == "LOAD_CONST"}
+    return frozenset(name for name in names if isinstance(name, str))
 
 
 def _content(cell: CellType) -> Any:

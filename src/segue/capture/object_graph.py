@@ -7,23 +7,39 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
+import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from segue.capture.code_names import Names, attributes_of, globals_of, is_break, is_installed, is_library
+from segue.capture.code_names import Names, attributes_of, globals_of, imports_of, is_break, is_installed, is_library
 from segue.capture.compiled import Compiled
 from segue.capture.context_paths import is_plain, slots
 
 # Packages whose objects hold no state of a model.
+_PATCHED = {"torch", "torch.nn", "torch.nn.functional"}  # whose functions users replace, as with another attention
+_PATCHABLE = (FunctionType, BuiltinFunctionType, ModuleType)
 _OPAQUE = {"torch", "segue", "builtins", "functools", "logging", "threading", "_thread", "weakref", "_weakref"}
 _NO_STATE = {"logging", "threading", "_thread", "typing", "re", "dataclasses", "importlib"}
 _HELD_BY_CLASSES = (Tensor, torch.nn.Module, dict, list)
+# What a class holds for its objects; its code is met by name.
+_OF_CLASSES = (FunctionType, classmethod, staticmethod, property, GetSetDescriptorType, MemberDescriptorType)
+_EVERY_CLASS = {"__annotations__", "__dataclass_fields__", "__orig_bases__", "__parameters__", "__members__"}
 OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _PLAIN = (bool, int, float, str)
 _DEPTH = 20  # of containers and plain objects; submodules are followed to the end
@@ -71,7 +87,11 @@ def held_by(obj: Any) -> Iterator[Held]:
         if type(obj) not in (dict, list, tuple, deque):
             yield from _attributes(obj)
     elif isinstance(obj, type):
-        yield from (Held(obj, k, v, f".{k}") for k, v in list(vars(obj).items()) if isinstance(v, _HELD_BY_CLASSES))
+        follow = _HELD_BY_CLASSES if is_installed(obj.__module__) else object
+        held = [(k, v) for k, v in list(vars(obj).items()) if isinstance(v, type) or (isinstance(v, follow) and not is_plain(v))]
+        yield from (Held(obj, k, v, f".{k}") for k, v in held if not isinstance(v, _OF_CLASSES) and k not in _EVERY_CLASS)
+    elif isinstance(obj, threading.local):
+        yield from (Held(obj, k, v, f".{k}") for k, v in list(vars(obj).items()))  # by name: each thread has others
     else:
         yield from _attributes(obj)
 
@@ -227,6 +247,11 @@ def _held_by_function(fn: FunctionType) -> Iterator[Held]:
     for name in globals_of(fn.__code__):
         if name in fn.__globals__:
             yield from _held_by_global(fn.__globals__, name, f": {name}", attributes_of(fn.__code__))
+    for name in imports_of(fn.__code__):
+        module = sys.modules.get(_absolute(name, fn.__globals__))
+        if module is not None and not is_library(module.__name__):
+            for key in attributes_of(fn.__code__) & vars(module).keys():
+                yield from _held_by_global(vars(module), key, f": {name}.{key}", attributes_of(fn.__code__))
     yield from (Held(fn.__dict__, k, v, f".{k}") for k, v in list(fn.__dict__.items()) if not k.startswith("__"))
     if (wrapped := getattr(fn, "__wrapped__", None)) is not None:
         yield Held(fn, "__wrapped__", wrapped, "")
@@ -236,9 +261,15 @@ def _held_by_global(holder: dict[str, Any], key: str, text: str, names: frozense
     """A global; and of a Python module that is no library, what code with these ``names`` may read there."""
     value = holder[key]
     yield Held(holder, key, value, text)
-    if isinstance(value, ModuleType) and depth and not is_library(value.__name__):
+    if isinstance(value, ModuleType) and depth and (not is_library(value.__name__) or value.__name__ in _PATCHED):
         for name in names & vars(value).keys():
-            yield from _held_by_global(vars(value), name, f"{text}.{name}", names, depth - 1)
+            if value.__name__ not in _PATCHED or isinstance(vars(value)[name], _PATCHABLE):
+                yield from _held_by_global(vars(value), name, f"{text}.{name}", names, depth - 1)
+
+
+def _absolute(name: str, of: dict[str, Any]) -> str:
+    package = of.get("__package__") or ""
+    return importlib.util.resolve_name(name, package) if name.startswith(".") and package else name
 
 
 def _content(cell: CellType) -> Any:
@@ -252,6 +283,8 @@ def _is_library(value: Any) -> bool:
     """Whether ``value`` is a Python module, a builtin, or a function or class of torch or Python. These hold nothing of the
     user's. Nor do loggers and locks, nor objects of torch's and segue's own, which hold no end of things.
     """
+    if type(value) is threading.local:
+        return False
     if isinstance(value, ModuleType | BuiltinFunctionType) or type(value).__module__ in _NO_STATE:
         return True
     if _is_of(type(value), ("torch", "segue")) and not isinstance(value, Compiled | dict | list | tuple):
@@ -265,7 +298,7 @@ def is_users(value: Any) -> bool:
     """
     if isinstance(value, type):
         return False
-    if isinstance(value, Compiled | dict | list | tuple | MethodType | functools.partial):
+    if isinstance(value, Compiled | dict | list | tuple | MethodType | functools.partial) or type(value) is threading.local:
         return True
     return not _is_of(value if isinstance(value, FunctionType) else type(value), _OPAQUE) or dataclasses.is_dataclass(value)
 

@@ -95,6 +95,19 @@ class ForwardPatch:
 _torch.dynamo_boundary(ForwardPatch.__call__, "an accelerated model runs out of segue's graphs: restore() it to compile it")
 
 
+def own_forward(module: Any) -> Callable[..., Any]:
+    """The forward of a module that segue is about to patch: what was set on it, or that of its class, as the class has it when it
+    is called."""
+    if _instance_forward(module) is not None:
+        return module.forward  # type: ignore[no-any-return]
+
+    @functools.wraps(module.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return type(module).forward(module, *args, **kwargs)
+
+    return forward
+
+
 def _calls(forward: Callable[..., Any]) -> Serve:
     return lambda args, kwargs: forward(*args, **kwargs)
 

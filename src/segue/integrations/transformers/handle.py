@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from segue import _torch, _torch_modes, environment
@@ -22,7 +23,7 @@ from segue.integrations.transformers.attention import NAME, AttentionName, LiveC
 from segue.integrations.transformers.base_handle import Handle
 from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.decoder_calls import DecoderCall, DecoderCallReader
-from segue.integrations.transformers.decoder_forward import Body, ForwardPatch
+from segue.integrations.transformers.decoder_forward import Body, ForwardPatch, own_forward
 from segue.integrations.transformers.default_buckets import buckets_or_default
 from segue.integrations.transformers.prime_first_token import (
     FirstTokenGraphs,
@@ -68,16 +69,15 @@ class Accelerated(Handle):
 
         self._decoder = decoder = checks.decoder_of(model)
         self._device = checks.device_of(decoder)
-        self._forward: Callable[..., Any] = decoder.forward
+        self._forward = own_forward(decoder)
         self._modes = TrainingModes(decoder)
-        self._accept_caller_modes()
         self._reader = DecoderCallReader(decoder.config, self._forward)
         self._implementation = AttentionName(m.config for m in decoder.modules() if hasattr(m, "config"))
         self._compiled = CompiledLayers(decoder, on_failure) if compile else None
         self._body = Body(decoder, self._forward, self._implementation, self._compiled)
         self._layers = int(decoder.config.num_hidden_layers)
         self._attention_module = decoder.layers[0].self_attn
-        self._functions: dict[str | None, Callable[..., Any]] = {}
+        self._accept_caller_modes()
         self._untouched: Counter[str] = Counter()
         self._restored, self._retry = False, on_failure == "eager"
         self._one_at_a_time = threading.RLock()  # a body's attention has another name while it runs, for every thread
@@ -98,7 +98,7 @@ class Accelerated(Handle):
             device=self._device if device is None else device,
             strategies=[*([self._prime] if self._prime else []), self._strategy],
         )
-        self._model_forward: Callable[..., Any] = model.forward
+        self._model_forward = own_forward(model)
         self._model_cache_name = names.cache_name(model.forward)
         self._patches = [ForwardPatch(decoder, self._serve)]
         self._serves_model = self._prime is not None and model is not decoder and has_own_forward(model)
@@ -170,7 +170,6 @@ class Accelerated(Handle):
             checks.check_mode(self._model, self._decoder)
             checks.check_hooks(self._model, self._decoder)
             self._attention_module = self._decoder.layers[0].self_attn
-            self._functions.clear()
             if self._compiled is not None:
                 self._compiled.wrap()
             self._probe()
@@ -230,10 +229,15 @@ class Accelerated(Handle):
         """Take the caller's modes as they are now for those of all captures. Calls under others run untouched."""
         kind, read = self._device.type, {_torch_modes.DEFAULT_DTYPE.name}
         self._caller_modes = CallerModes(kind, modes_now(kind), read)
-        self._backends = _torch_modes.ATTENTION.read()  # which prime graphs hold, and breaks use live
+        # What prime graphs hold of attention, and breaks use live.
+        self._backends, self._kernel = _torch_modes.ATTENTION.read(), F.scaled_dot_product_attention
+        self._attends = names.attention_function(self._attention_module, self._implementation.name)
 
-    def _attention_as_captured(self) -> bool:
-        return _torch_modes.ATTENTION.read() == self._backends
+    def _attention_as_captured(self, function: Any = None) -> bool:
+        """Whether attention is what it was at the captures. ``function``: the model's own, if it is known."""
+        function = function or names.attention_function(self._attention_module, self._implementation.name)
+        same = function is self._attends and self._kernel is F.scaled_dot_product_attention
+        return same and _torch_modes.ATTENTION.read() == self._backends
 
     def _any_captured(self) -> bool:
         first, prime = self._first_tokens, self._prime
@@ -381,14 +385,12 @@ class Accelerated(Handle):
             return [masks[kind] for kind in types or ()] if isinstance(masks, dict) else [masks] * self._layers
 
         name = self._implementation.name
-        function = self._functions.get(name)
-        if function is None:
-            function = self._functions[name] = names.attention_function(self._attention_module, name)
+        function = names.attention_function(self._attention_module, name)
         live = {"position_ids": positions, "use_cache": call.use_cache}
         masked = call.attention_mask is not None
         kept = self._implementation
         ctx = LiveContext(call.batch, call.length, cache, make_masks, masked, function, kept, live, reached=reached)
-        prime = self._prime is not None and not self._here.without_prime and self._attention_as_captured()
+        prime = self._prime is not None and not self._here.without_prime and self._attention_as_captured(function)
         ctx.fresh = prime and prime_admission.is_fresh(ctx, call.position_ids, self._decoder)
         return ctx
 

@@ -61,8 +61,8 @@ def full_cache_layer() -> type[Any]:
 def attention_function(module: Any, implementation: str | None) -> Callable[..., Any]:
     """The attention function that ``module`` itself would look up under ``implementation``."""
     namespace = sys.modules[type(module).__module__]
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    table = getattr(namespace, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+    table: Any = getattr(namespace, "ALL_ATTENTION_FUNCTIONS", None)
+    if table is None:
+        table = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS  # an import would take microseconds
     found = table.get_interface(implementation, getattr(namespace, "eager_attention_forward", None))
     return found  # type: ignore[no-any-return]

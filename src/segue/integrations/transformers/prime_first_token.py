@@ -189,6 +189,7 @@ class ModelAround:
 
     def __init__(self, model: Any, decoder: Any, patch: Any) -> None:
         self._decoder, self._patch = vars(decoder), patch
+        self._model, self._forward = model, type(model).forward
         self._ends = decoder.get_input_embeddings(), model.get_output_embeddings()
         self._as_captured = [_computes(end) for end in self._ends]
         between = [m for m in model.modules() if m is not model and m is not decoder and any(c is decoder for c in m.modules())]
@@ -201,6 +202,7 @@ class ModelAround:
         """Whether embedding and head are those of the graphs, and nobody listens or stands in between."""
         return (
             not any(self._hooks)
+            and type(self._model).forward is self._forward
             and not any("forward" in own for own in self._without_forward)
             and self._decoder.get("forward") is self._patch
             and all(table.get(name) is child for table, name, child in self._slots)
