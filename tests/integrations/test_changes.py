@@ -245,3 +245,36 @@ def test_a_walk_from_an_accelerated_model_doesnt_enter_what_serves_it(make: Make
         for _ in range(3):
             model(ids(1, 6))
     assert len(list(visits(model))) < own + 20
+
+
+@pytest.mark.parametrize("strategy", ["breakable", "auto"])
+@pytest.mark.parametrize("what", ["attention", "kernel", "decoder's class", "model's class"])
+def test_what_is_replaced_for_all_models_is_what_runs(
+    what: str, strategy: str, make: Any, graphed: Any, ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, twin = make("llama"), make("llama")
+    graphed(model, strategy=strategy)
+    tokens = ids(1, 12)
+    with torch.inference_mode():
+        for _ in range(3):
+            before = model(tokens, logits_to_keep=1).logits
+    if what == "attention":
+        function = sys.modules[type(model).__module__].ALL_ATTENTION_FUNCTIONS
+        monkeypatch.setitem(function._local_mapping, "sdpa", lambda m, q, k, v, mask, **_: (q.transpose(1, 2).contiguous(), None))
+    elif what == "kernel":
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, **_: q * 0.5)
+    else:
+        cls = type(model.model if what == "decoder's class" else model)
+        own, field = cls.forward, "last_hidden_state" if what == "decoder's class" else "logits"
+
+        def louder(self: Any, *args: Any, **kwargs: Any) -> Any:
+            out = own(self, *args, **kwargs)
+            out[field] = out[field] * 2
+            return out
+
+        monkeypatch.setattr(cls, "forward", louder)
+    with torch.inference_mode():
+        for _ in range(3):
+            got, want = model(tokens, logits_to_keep=1).logits, twin(tokens, logits_to_keep=1).logits
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+            assert not torch.allclose(got, before, rtol=1e-3, atol=1e-4)

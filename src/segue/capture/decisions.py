@@ -202,7 +202,7 @@ class Decisions:
             self._growing.add(vars(module), path, {"forward"})
             if self._asked and not is_installed(type(module).__module__):
                 for held in (module._parameters, module._buffers):
-                    self._growing.add(held, path, self._asked - held.keys())
+                    self._growing.add(held, path, self._asked - held.keys() - vars(module).keys(), only=True)
             self._hooks.add(module._forward_hooks, path)
             self._hooks.add(module._forward_pre_hooks, path)
             if (forward := vars(module).get("forward")) is not None:
@@ -283,11 +283,14 @@ class _Growing:
         self._found: dict[int, tuple[Any, str, set[str] | None]] = {}
         self._restless: set[int] = set()  # dicts whose order a captured forward changes itself
         self._filled: set[int] = set()  # containers that the forward may fill itself
+        self._only: set[int] = set()  # dicts in which the names in the code don't count
 
-    def add(self, holder: Any, path: str, also: set[str] | None, filled: bool = False) -> None:
-        """``also``: names that count beside those in the code, for the dict of an object; None for a container. ``filled``: the
-        code may fill it."""
+    def add(self, holder: Any, path: str, also: set[str] | None, filled: bool = False, only: bool = False) -> None:
+        """``also``: names that count beside those in the code, for the dict of an object, or ``only`` they; None for a container.
+        ``filled``: the code may fill it."""
         self._found.setdefault(id(holder), (holder, path, also))
+        if only:
+            self._only.add(id(holder))
         if filled:
             self._filled.add(id(holder))
 
@@ -319,7 +322,7 @@ class _Growing:
                     continue
                 if key == "forward" and also is not None:
                     yield Change.of("forward", path, _NOTHING, holder[key])
-                elif also is not None and (key in self._names or key in also) and key not in OF_EVERY_MODULE:
+                elif also is not None and self._reads(key, also, holder) and key not in OF_EVERY_MODULE:
                     yield Change.of("value", f"{path}.{key}", _NOTHING, holder[key])
                 # Tables by length grow with each length that was not seen before; what has a name is another thing, and so is
                 # what no code fills.
@@ -340,6 +343,9 @@ class _Growing:
 
     def paths(self) -> list[str]:
         return [path for _, path, also in self._found.values() if also is None]
+
+    def _reads(self, key: Any, also: set[str], holder: Any) -> bool:
+        return key in also or (key in self._names and id(holder) not in self._only)
 
 
 class _Tables:

@@ -250,7 +250,7 @@ def _held_by_function(fn: FunctionType) -> Iterator[Held]:
     for name in imports_of(fn.__code__):
         module = sys.modules.get(_absolute(name, fn.__globals__))
         if module is not None and not is_library(module.__name__):
-            for key in attributes_of(fn.__code__) & vars(module).keys():
+            for key in sorted(attributes_of(fn.__code__) & vars(module).keys()):
                 yield from _held_by_global(vars(module), key, f": {name}.{key}", attributes_of(fn.__code__))
     yield from (Held(fn.__dict__, k, v, f".{k}") for k, v in list(fn.__dict__.items()) if not k.startswith("__"))
     if (wrapped := getattr(fn, "__wrapped__", None)) is not None:
@@ -262,7 +262,7 @@ def _held_by_global(holder: dict[str, Any], key: str, text: str, names: frozense
     value = holder[key]
     yield Held(holder, key, value, text)
     if isinstance(value, ModuleType) and depth and (not is_library(value.__name__) or value.__name__ in _PATCHED):
-        for name in names & vars(value).keys():
+        for name in sorted(names & vars(value).keys()):
             if value.__name__ not in _PATCHED or isinstance(vars(value)[name], _PATCHABLE):
                 yield from _held_by_global(vars(value), name, f"{text}.{name}", names, depth - 1)
 
