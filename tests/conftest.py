@@ -20,8 +20,8 @@ def device(request: pytest.FixtureRequest) -> Device:
     return devices.resolve(request.param)
 
 
-@pytest.fixture(scope="module")
-def quick_collections() -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> Iterator[None]:
     """Each capture collects garbage first, which takes long with all that a test run has imported."""
     gc.collect()
     gc.freeze()

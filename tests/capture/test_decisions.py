@@ -22,8 +22,6 @@ from segue.devices import Device
 from segue.errors import StateChangedError
 from segue.prime import PrimeGraph, Rows
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
-
 SCALE = 2.0
 LEVEL: contextvars.ContextVar[float] = contextvars.ContextVar("LEVEL", default=1.0)
 

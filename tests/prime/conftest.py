@@ -25,11 +25,6 @@ def _load() -> ModuleType:
     return sys.modules["hybrid"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quick(quick_collections: None) -> None:
-    """In every file of this folder."""
-
-
 @pytest.fixture
 def hybrid() -> ModuleType:
     """examples/hybrid.py."""

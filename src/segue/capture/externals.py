@@ -16,8 +16,8 @@ from torch import Tensor
 
 from segue import _torch
 from segue.capture.allocations import made_from_input
+from segue.capture.comparisons import Change
 from segue.capture.context_paths import ContextMap, DeepContext, Path, getter, show
-from segue.capture.decisions import Change
 from segue.capture.object_graph import Place
 from segue.capture.places import Places
 from segue.capture.thread_state import state

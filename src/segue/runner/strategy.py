@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from segue.capture import BreakableCapture, active_forward
-from segue.capture.decisions import Change
+from segue.capture.comparisons import Change
 from segue.capture.places import Places
 from segue.devices import Pool
 from segue.runner.calls import Call

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from segue import _source_lines
-from segue.capture.decisions import Change
+from segue.capture.comparisons import Change
 
 # The call.
 ARGUMENTS = "arguments that the model's forward doesn't take"
