@@ -349,7 +349,7 @@ class Binder:
     def _key(self, values: Sequence[Any], tensors: list[Tensor | None], ctx: Any) -> Key:
         key: list[Any] = [tensors[i] is not None for i in self._optional]
         if self.ctx_slot >= 0:
-            key.append(ctx is None)  # a None that was captured as an argument is never replaced
+            key.append(ctx is None)  # the function may decide by it
         for i in self._flags:
             key.append(self._flag(values[i], self.names[i], self._defaults[i]))
         for i, declared in self._nested.items():
