@@ -406,6 +406,7 @@ INNOCENT: dict[str, Change] = {
     "a weight in place": lambda n, m: n.layers[0].weight.mul_(1.0),
     "a mode that makes no difference": lambda n, m: n.layers[0].train(),
     "changed and undone": lambda n, m: (setattr(n, "scale", 9.0), setattr(n, "scale", 2.0)),
+    "a submodule that came and went": lambda n, m: (setattr(n, "adapter", Adapter().eval()), setattr(n, "adapter", None)),
     "a hook that is gone again": lambda n, m: n.layers[0].register_forward_hook(_doubled).remove(),
     "a global that nobody reads": lambda n, m: m.setitem(globals(), "UNREAD", 1),
 }

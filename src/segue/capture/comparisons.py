@@ -218,7 +218,8 @@ class Tables:
             for name, then in inside.items():
                 if (now := table.get(name, _NOTHING)) is not then:
                     yield Change.of("module", f"{path}.{name}", then, now)
-            for name in table.keys() - set(names):
+            # None in the place of a submodule reads like the attribute that was None before.
+            for name in [name for name, child in table.items() if child is not None and name not in names]:
                 yield Change.of("module", f"{path}.{name}", _NOTHING, table[name])
         for table, path, order in self._orders:
             if list(table) != order:
