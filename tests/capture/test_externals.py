@@ -435,3 +435,32 @@ def test_a_workspace_that_a_longer_call_grows_is_held_for_the_graphs_that_overwr
         with pytest.raises(segue.ReplayError, match=r"\.ws, used by .* has other memory"):
             runner(x)
     runner.close()
+
+
+class Cache(nn.Module):
+    """Its cache is allocated by whoever serves it, and read by others too."""
+
+    def __init__(self, place: torch.device, reads: bool) -> None:
+        super().__init__()
+        self.cache, self.reads = torch.zeros(16, 4, device=place), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.cache[: x.shape[0]]
+        rows.copy_(x * 2)
+        return plus_one(rows * 3 if self.reads else x)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_cache_that_is_allocated_anew_is_no_workspace(device: Device, reads: bool) -> None:
+    net = Cache(device.torch_device, reads).eval()
+    runner = segue.GraphRunner(
+        net, {"x": segue.Input(0, 0.0)}, [8], device=device, pool=device.new_pool(), progress=False
+    )
+    x = torch.ones(8, 4, device=device.torch_device)
+    for _ in range(3):
+        runner(x)
+    net.cache = torch.zeros(16, 4, device=device.torch_device)
+    with pytest.raises(segue.ReplayError, match=r"\.cache, used by .* has other memory"):
+        runner(x)
+    assert not net.cache.any()
+    runner.close()

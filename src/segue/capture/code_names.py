@@ -51,6 +51,12 @@ def attributes_of(code: CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=4096)
+def stores_of(code: CodeType) -> frozenset[str]:
+    """Names of the attributes that a function and the functions inside it set."""
+    return frozenset(i.argval for c in _all(code) for i in dis.get_instructions(c) if i.opname == "STORE_ATTR")
+
+
+@functools.lru_cache(maxsize=4096)
 def texts_of(code: CodeType) -> frozenset[str]:
     """The names among the texts that stand in a function and the functions inside it."""
     return frozenset(const for c in _all(code) for const in c.co_consts if isinstance(const, str) and const.isidentifier())

@@ -42,7 +42,9 @@ class External:
     segment: int = 0
     written: bool = False
     filled: list[tuple[int, int]] = field(default_factory=list)  # bytes that ops have overwritten whole, by addresses
-    kept: bool = False  # something read what this capture had not overwritten before
+    read_back: bool = False  # something read what this capture had overwritten before
+    kept: bool = False  # something read what it had not
+    parts: list[Tensor] = field(default_factory=list)
 
     def fill(self, t: Tensor) -> None:
         """Note that an op overwrites ``t``, a view of this, without reading it."""
@@ -57,13 +59,13 @@ class External:
         if not self.kept:
             begin = t.data_ptr()
             end = begin + t.nbytes
-            self.kept = not t.is_contiguous() or not any(a <= begin and end <= b for a, b in self.filled)
+            self.read_back = t.is_contiguous() and any(a <= begin and end <= b for a, b in self.filled)
+            self.kept = not self.read_back
 
     @property
     def workspace(self) -> bool:
         """Whether the segments overwrite all that they read of it, so that it need only be there, wherever it is held."""
-        return bool(self.filled) and not self.kept
-    parts: list[Tensor] = field(default_factory=list)
+        return self.read_back and not self.kept
 
 
 @dataclass
@@ -155,8 +157,10 @@ class Externals:
         for external, place in zip(externals, found, strict=True):
             key = _torch.storage_key(external.tensor)
             elsewhere = key in own or key in baked.tensors  # where others read it
-            if place is not None and external.workspace and not elsewhere and place.key not in places.live_names:
-                # Somebody may hold a larger one by now. This capture goes on with its own, which it alone reads.
+            own_doing = place is not None and place.key in places.stored_names and place.key not in places.live_names
+            if external.workspace and own_doing and not elsewhere:
+                # The function has made itself a larger one by now. This capture goes on with its own, which it alone reads. What
+                # others put there, as a cache, they read too.
                 self.unnamed.append(replace(external, seen=external.tensor))
             elif place is not None:
                 named.append((place, external))

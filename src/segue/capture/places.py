@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from segue import _torch
-from segue.capture.code_names import Names, attributes_of, function_of, own_classes
+from segue.capture.code_names import Names, attributes_of, function_of, own_classes, stores_of
 from segue.capture.compiled import Compiled
 from segue.capture.decisions import Decisions
 from segue.capture.object_graph import Place, Visit, is_users, visits, walk
@@ -26,7 +26,8 @@ class Places:
     ``outside``: modules that run outside the graphs. By default what the root's attribute ``outside`` has, where there is one.
     ``ctx``: the live context, by default that of the innermost ``active_forward``. ``also``: names that code says.
 
-    ``live_names``: those in the code of breaks, and of the methods that it names.
+    ``live_names``: those in the code of breaks, and of the methods that it names. ``stored_names``: of attributes that other code
+    sets.
 
     ``once``: what one forward leaves behind in the user's objects all do, so that one capture looks. It sets ``leaves_nothing``.
 
@@ -60,11 +61,14 @@ class Places:
         self._found: dict[int, Place] = {}
         self.compiled = self.writes_unseen = False
         self.live_names: set[str] = set()
+        self.stored_names: set[str] = set()
         found = [] if self.root is None else list(visits(self.root, self.name, names=names))
         for visit in found:
             self._note_compiled(visit.obj)
             if visit.live and isinstance(visit.obj, FunctionType):
                 self.live_names |= attributes_of(visit.obj.__code__)
+            elif isinstance(visit.obj, FunctionType):
+                self.stored_names |= stores_of(visit.obj.__code__)
             for place, value in visit.held:
                 if isinstance(value, Tensor) and _torch.address(value):
                     self._found.setdefault(_torch.storage_key(value), place)

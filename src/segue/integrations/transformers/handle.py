@@ -310,7 +310,7 @@ class Accelerated(Handle):
         if decision.bucket is None:
             return None
         cache = names.new_cache(self._decoder.config) if call.cache is None else call.cache
-        if decision.bucket not in graphs.captured and self._changed() is not None:
+        if not graphs.holds(decision.bucket) and self._changed() is not None:
             return None
         self._compile()
         try:

@@ -104,6 +104,10 @@ class FirstTokenGraphs:
         self._cuts: dict[int, Pattern] = {}  # measured, by bucket
         self._places: Places | None = None  # what the trunk reaches: one walk for all buckets
 
+    def holds(self, bucket: int) -> bool:
+        """Whether a bucket has a graph."""
+        return bucket in self._graphs
+
     @property
     def captured(self) -> tuple[int, ...]:
         """Buckets that have a graph."""
