@@ -164,6 +164,7 @@ def test_a_patch_that_somebody_else_took_back_under_ours_stays_away(fake: Torch)
 def test_a_capture_holds_the_patches_from_its_beginning_to_its_end(fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     """A class that changes at each segment would lose Python's cache of its look-ups."""
     monkeypatch.setattr(raw, "require_torch", lambda: None)
+    monkeypatch.setattr(raw, "settle_attention_order", lambda place: None)
     monkeypatch.setattr(torch.cuda, "device", lambda index: side_streams.stream_patches)  # any context will do
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: side_streams.stream_patches)
     monkeypatch.setattr(CudaDevice, "_make_blas_workspace", lambda self: None)

@@ -31,6 +31,7 @@ class CudaDevice:
         raw.require_torch()
         self.index, self.name = index, f"cuda:{index}"
         self.torch_device = torch.device("cuda", index)
+        raw.settle_attention_order(self.torch_device)
         self._pool: CudaPool | None = None
         self._stream: torch.cuda.Stream | None = None
         self._blas_memory: torch.cuda.MemPool | None = None

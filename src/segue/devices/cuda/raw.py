@@ -22,6 +22,7 @@ from segue.errors import SegueError
 
 _NEEDED = (
     *("torch._C._cuda_beginAllocateCurrentThreadToPool", "torch._C._cuda_endAllocateToPool", "torch._C._cuda_releasePool"),
+    "torch._fused_sdp_choice",
     *("torch._C._cuda_getCurrentRawStream", "torch._C._cuda_getDevice", "torch._C._cuda_memoryStats"),
     *("torch.cuda.CUDAGraph.raw_cuda_graph", "torch.cuda.CUDAGraph.raw_cuda_graph_exec", "torch.cuda.CUDAGraph.instantiate"),
 )
@@ -112,6 +113,14 @@ def captures_stop_random_ops() -> bool:
     captured, whatever thread draws from it, and whether the graph draws or not.
     """
     return bool(torch.torch_version.TorchVersion(torch.__version__) < "2.13")
+
+
+def settle_attention_order(place: torch.device) -> None:
+    """Have torch choose its order of attention backends now. It does so at the process's first attention on a CUDA device, and
+    whoever compared the order before and after would take that for somebody's change.
+    """
+    x = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16, device=place)
+    torch._fused_sdp_choice(x, x, x)
 
 
 def random_state(device: int) -> tuple[int, int]:

@@ -77,7 +77,6 @@ class Accelerated(Handle):
         self._body = Body(decoder, self._forward, self._implementation, self._compiled)
         self._layers = int(decoder.config.num_hidden_layers)
         self._attention_module = decoder.layers[0].self_attn
-        self._accept_caller_modes()
         self._untouched: Counter[str] = Counter()
         self._restored, self._retry = False, on_failure == "eager"
         self._one_at_a_time = threading.RLock()  # a body's attention has another name while it runs, for every thread
@@ -86,6 +85,7 @@ class Accelerated(Handle):
         self._output: Any = None  # the decoder's output type, seen in the probe
         self._prime: PrimeStrategy | None = None
         self._probe()
+        self._accept_caller_modes()
         self._strategy = _CountingBreakable()
         ladder = buckets_or_default(buckets, max_tokens, compile)
         self._prime = self._prime_strategy(strategy, ladder.max)
