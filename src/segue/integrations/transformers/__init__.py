@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from segue import environment
 from segue.errors import UsageError
-from segue.integrations.transformers.base_handle import DisabledHandle
+from segue.integrations.transformers.base_handle import DisabledHandle, Handle
 from segue.runner import Ladder
+from segue.runner.options import ladder
 
 if TYPE_CHECKING:
     from segue.devices import Device
-    from segue.integrations.transformers.base_handle import Handle
 
 __all__ = ["accelerate"]
 
@@ -66,21 +66,30 @@ def accelerate(
             attention that never reaches the break, a result that differs from the untouched model's.
     """
     if environment.disabled():
-        return DisabledHandle(model)
+        return model if isinstance(model, Handle) else DisabledHandle(model)
     _require_transformers()
     if strategy not in _STRATEGIES:
         raise UsageError(f"strategy={strategy!r} is not one that segue.accelerate() knows: use one of {_STRATEGIES}")
     from segue.integrations.transformers.handle import Accelerated
+    from segue.integrations.transformers.serving_handle import handle_of
+    from segue.integrations.transformers.wrapped_models import served_in, whole_of
 
-    return Accelerated(
-        model,
-        max_tokens=max_tokens,
-        strategy=strategy,
-        compile=compile,
-        buckets=buckets,
-        on_failure=on_failure,
-        device=device,
-    )
+    whole = whole_of(model)
+    served = served_in(whole)
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "strategy": strategy,
+        "compile": compile,
+        "buckets": buckets if buckets is None else ladder("buckets", buckets),
+        "on_failure": on_failure,
+        "device": device,
+    }
+    before = handle_of(served)
+    if before is not None and before.module is whole:
+        return before.with_options(**options)
+    if before is not None:
+        before.restore()
+    return Accelerated(whole, served, **options)
 
 
 def _require_transformers() -> None:

@@ -12,7 +12,6 @@ from segue.capture.decisions import acting_hooks
 from segue.capture.module_checks import mode_matters
 from segue.errors import UsageError
 from segue.integrations.transformers.decoder_forward import ForwardPatch
-from segue.integrations.transformers.training_modes import TrainingModes
 
 # Tested families: a decoder of identical layers, token-wise but for attention, which goes through AttentionInterface.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -57,33 +56,6 @@ def device_of(decoder: nn.Module) -> torch.device:
             "Load the model without device_map, or move it to one device first."
         )
     return torch.device(devices[0])
-
-
-def refuse_training(modes: TrainingModes) -> None:
-    """Raise UsageError if the decoder, or a module in it that then computes something else, is in training mode."""
-    who = modes.training()
-    if who is not None:
-        raise _in_training(who)
-
-
-def refuse_gradients(decoder: nn.Module, embeds: Tensor | None) -> None:
-    """Raise UsageError if this forward would have to record gradients."""
-    if not torch.is_grad_enabled():
-        return
-    if (embeds is not None and embeds.requires_grad) or any(p.requires_grad for p in decoder.parameters()):
-        raise UsageError(
-            f"a forward of {type(decoder).__name__} with gradients required: graphs record none, and a loss "
-            "would have no way back. Call it under torch.inference_mode() or torch.no_grad(), or restore() to train it."
-        )
-
-
-def refuse_moved(decoder: nn.Module, weight: Tensor, device: torch.device) -> None:
-    """Raise UsageError if the model has left the device its graphs are on."""
-    if weight.device != device:
-        raise UsageError(
-            f"{type(decoder).__name__} was accelerated on {device} and is now on {weight.device}: its graphs "
-            "read the old weights. Move it back, or restore() it, move it, and accelerate it anew."
-        )
 
 
 def check_probe(
