@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 import segue
+from integrations.conftest import build
+from segue.devices import Device
+from segue.integrations.transformers import accelerate
 
 Make = Callable[..., Any]
 
@@ -125,6 +128,37 @@ def test_before_the_first_capture_a_change_is_taken_in_by_itself(what: str, make
             with handle.untouched():
                 torch.testing.assert_close(got, model(prompt).logits, rtol=5e-2, atol=5e-2)
     assert handle.stats.replayed == 1 and not handle.stats.reasons
+
+
+@pytest.mark.filterwarnings("ignore")  # the emulator's, about a model on the CPU
+def test_a_model_that_is_moved_before_its_capture_is_served_where_it_is(ids: Make, device: Device) -> None:
+    with accelerate(build("llama", torch.device("cpu")), max_tokens=16) as handle:
+        prompt = ids(1, 6)
+        assert handle.to(device.torch_device).double() is handle
+        with torch.inference_mode():
+            for _ in range(3):
+                got = handle(prompt).logits
+                with handle.untouched():
+                    torch.testing.assert_close(got, handle(prompt).logits)
+            assert got.device == device.torch_device and handle.stats.replayed == 1 and not handle.stats.reasons
+            handle.to("cpu")
+            for _ in range(3):
+                got = handle(prompt.cpu()).logits
+                with handle.untouched():
+                    torch.testing.assert_close(got, handle(prompt.cpu()).logits)
+            moved = device.torch_device.type != "cpu"
+            assert handle.stats.eager == 3 * moved
+            handle.recapture()
+            for _ in range(3):
+                handle(prompt.cpu())
+            assert handle.stats.eager == 3 * moved
+
+
+def test_graphs_on_another_device_than_the_models_are_refused(device: Device) -> None:
+    if device.torch_device.type == "cpu":
+        pytest.skip("the emulator is the only device")
+    with pytest.raises(segue.SegueError, match=r"LlamaForCausalLM is on cpu, and graphs are to be captured on cuda"):
+        accelerate(build("llama", torch.device("cpu")), device=device)
 
 
 def test_values_that_change_in_place_are_replayed_as_they_are(make: Make, graphed: Make, ids: Make) -> None:

@@ -128,3 +128,28 @@ def test_a_collective_at_the_end_of_a_forward_is_waited_for(make, device: Device
         out = runner(torch.full((3, 2), float(k), device=device.torch_device))
         assert out.tolist() == [[2.0 * k] * 2] * 3
     assert runner.stats.replayed == 2
+
+
+def test_a_weight_that_wraps_a_tensor_is_noticed_when_another_takes_its_place(make, device: Device) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", wrapped(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return scaled(x + 0, x + 1) * self.weight
+
+    def wrapped(value: float) -> Tensor:
+        return Wrapping(torch.full((2,), value, device=device.torch_device))
+
+    layer = Layer().eval()
+    runner = make(layer, INPUTS, [4])
+    x = torch.ones(3, 2, device=device.torch_device)
+    for _ in range(3):
+        assert runner(x).sum() == 24
+    layer.weight = wrapped(3.0)
+    with pytest.raises(segue.StateChangedError, match=r"Layer\.weight: a tensor \[2\] -> another tensor \[2\]"):
+        runner(x)
+    runner.recapture()
+    for _ in range(3):
+        assert runner(x).sum() == 36

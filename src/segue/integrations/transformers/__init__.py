@@ -39,7 +39,8 @@ def accelerate(
     the untouched forward and is counted, with the reason, in the handle's ``stats``.
 
     Args:
-        model: a ``PreTrainedModel`` of a supported family (llama, mistral, qwen2, qwen3), in eval mode, on one device.
+        model: a ``PreTrainedModel`` of a supported family (llama, mistral, qwen2, qwen3), in eval mode, on one device; or a
+            module that holds one, as a ``PeftModel`` does. Handles, and what ``torch.compile`` returns, are looked through.
         max_tokens: the most tokens of *one forward* (batch times padded length), not of the text generated. Longer
             forwards run untouched.
         strategy: ``"auto"``: single fresh prompts as prime graphs where the model allows it, everything else breakable;
@@ -57,9 +58,11 @@ def accelerate(
         device: None means the model's; ``"emulator"`` says that CPU, for correctness only, is meant.
 
     Returns:
-        A handle that forwards calls and attributes to the model. ``restore()``, or leaving its ``with``, gives the
-        model back as it was. With ``SEGUE=off`` in the environment nothing is refused and nothing captured: the handle
-        counts forwards, and stays off.
+        A handle that forwards calls and attributes to ``model``, and is of its class to ``isinstance``. ``restore()``, or leaving
+        its ``with``, gives the model back as it was. A model that is accelerated already keeps its handle: with other options
+        than before it drops its graphs and serves by these; where ``model`` is another module around the same transformers
+        model, it is restored, and a new one returned. With ``SEGUE=off`` in the environment nothing is refused and nothing
+        captured: the handle counts forwards, and stays off.
 
     Raises:
         SegueError: transformers is missing, or the model can't be served and why: its family, its mode, its devices, an

@@ -105,7 +105,7 @@ class Accelerated(ServingHandle):
             device=self._device if device is None else device,
             strategies=[*([self._prime] if self._prime else []), self._strategy],
         )
-        self._count_on(runner)
+        self._run_by(runner, self._device)
         self._model_cache_name = names.cache_name(self._model_forward)
         if self._prime is not None and self._may_serve_model and len(self._patches) == 1:
             self._patches = [*self._patches, ForwardPatch(model, self._serve_model)]

@@ -127,11 +127,21 @@ class ServingHandle(Handle):
             for owner in owners:
                 owner.close()
 
-    def _count_on(self, runner: GraphRunner) -> None:
-        """Have ``runner`` go on with the counts so far."""
-        counters = runner.prepare().recorder.counters
-        counters.go_on_from(self._counters)
-        self._runner, self._counters = runner, counters
+    def _run_by(self, runner: GraphRunner, device: torch.device) -> None:
+        """Have ``runner`` serve the model, which is on ``device``, and go on with the counts so far.
+
+        Raises:
+            UsageError: the runner captures on another device.
+        """
+        recorder = runner.prepare().recorder
+        place = recorder.device.torch_device
+        if (place.type, place.index or 0) != (device.type, device.index or 0):
+            raise UsageError(
+                f"{type(self._model).__name__} is on {device}, and graphs are to be captured on {place}. Move the model, or "
+                "leave out device=."
+            )
+        recorder.counters.go_on_from(self._counters)
+        self._runner, self._counters = runner, recorder.counters
 
     def _refuse_restored(self) -> None:
         if self._restored:
