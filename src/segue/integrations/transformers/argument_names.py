@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,7 @@ _CALLED = (
     "transformers.utils.generic",
     "transformers.utils.output_capturing",
 )
+_OTHER = ("builtins", "torch.", "transformers.modeling_utils")
 
 
 class ArgumentNames:
@@ -30,23 +31,25 @@ class ArgumentNames:
     def __contains__(self, name: object) -> bool:
         """Whether some code could read an argument of this name. The code is looked through when this is asked first."""
         if self._names is None:
-            files = {cls.__module__ for m in self._model.modules() for cls in type(m).__mro__}
-            own = [name for name in files if not name.startswith(("torch.", "builtins", "transformers.modeling_utils"))]
+            classes = {cls for m in self._model.modules() for cls in type(m).__mro__ if not cls.__module__.startswith(_OTHER)}
+            files = {cls.__module__ for cls in classes}
             called = [name for name in sys.modules if name.startswith(_CALLED)]
-            modules = [sys.modules[name] for name in {*own, *called} if name in sys.modules]
-            self._names = {name for module in modules for code in _code(module) for name in _read_by(code)}
+            held = [*classes, *(value for name in files for value in _functions(name))]
+            held += [value for name in called for value in vars(sys.modules[name]).values()]
+            self._names = {name for value in held for code in _code(value) for name in _read_by(code)}
         return name in self._names
 
 
-def _code(module: ModuleType) -> Iterator[CodeType]:
-    for value in list(vars(module).values()):
-        held: list[Any] = [value, *vars(value).values()] if isinstance(value, type) else [value]
-        for found in held:
-            found = getattr(found, "__func__", getattr(found, "fget", found))
-            while found is not None:
-                if isinstance(found, FunctionType) and found.__code__.co_filename:
-                    yield from _with_inner(found.__code__)
-                found = getattr(found, "__wrapped__", None)
+def _functions(file: str) -> list[Any]:
+    return [value for value in vars(sys.modules.get(file, sys)).values() if isinstance(value, FunctionType)]
+
+
+def _code(value: Any) -> Iterator[CodeType]:
+    for held in [value, *vars(value).values()] if isinstance(value, type) else [value]:
+        found = getattr(held, "__func__", getattr(held, "fget", held))
+        while isinstance(found, FunctionType):
+            yield from _with_inner(found.__code__)
+            found = getattr(found, "__wrapped__", None)
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:

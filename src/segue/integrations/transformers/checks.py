@@ -37,7 +37,7 @@ def parts_of(model: Any) -> DecoderParts:
     parts = decoder_parts.parts_of(model)
     if parts is None:
         raise UsageError(
-            f"{describe(model)}: no module of it hands a KV cache or recurrent state to a list of layers, so there is no decoder. "
+            f"{describe(model)}: no module of it hands a KV cache or recurrent state to a list of layers, so it has no decoder. "
             "Capture its forward with segue.GraphRunner and mark what is not token-wise with segue.break_point."
         )
     check_mode(model, parts.decoder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,7 @@ class DecoderCallReader:
             return reasons.NO_TENSOR
         shape = ids.shape if ids is not None else embeds.shape[:-1]
         reason = (
-            self._recorded(rest)
+            requested_output({**given, **rest}, self._config)
             or self._unknown({**given, **rest})
             or _shapes(shape, positions)
             or self._mask(mask)
@@ -89,16 +89,10 @@ class DecoderCallReader:
         given = self._signature.bind(*args, **kwargs).arguments
         return given, {**given.pop("kwargs", {})}
 
-    def _recorded(self, rest: dict[str, Any]) -> str | None:
-        for name in ("output_hidden_states", "output_attentions"):
-            if rest.get(name, getattr(self._config, name, False)):
-                return reasons.requested_output(name)
-        return None
-
     def _unknown(self, rest: dict[str, Any]) -> str | None:
         if not rest:
             return None
-        strange = [k for k, v in rest.items() if v is not None and not (v is False and k.startswith("output_"))]
+        strange = [k for k, v in rest.items() if v is not None and not k.startswith("output_")]
         return next((reasons.unknown_argument(name) for name in strange if self._reads(name)), None)
 
     def _mask(self, mask: Any) -> str | None:
@@ -119,6 +113,15 @@ class DecoderCallReader:
             return reasons.cache_type(cache, offloaded=layers is not None)
         strange = next((layer for layer in layers if type(layer) not in self._layers), None)
         return None if strange is None else reasons.cache_layers(strange)
+
+
+def requested_output(kwargs: Mapping[str, Any], config: Any) -> str | None:
+    """The reason why a call runs untouched that asks for what only the modules inside the decoder see; None if it doesn't."""
+    for name in ("output_hidden_states", "output_attentions"):
+        if kwargs.get(name, getattr(config, name, False)):
+            return reasons.requested_output(name)
+    asked = (k for k, v in kwargs.items() if k.startswith("output_") and v)
+    return next(map(reasons.requested_output, asked), None)
 
 
 def _shapes(shape: torch.Size, positions: Any) -> str | None:

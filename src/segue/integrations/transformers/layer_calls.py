@@ -181,7 +181,7 @@ class LayerArguments:
     """How the graphs get what the layers are given: told from two forwards of other lengths, a prompt's and a chunk's.
 
     A tensor with one row a token in both, and otherwise of one shape, is an input of the graphs. Everything else that is no plain
-    value (masks, the cache) is None in the graphs and live in the breaks.
+    value (masks, the cache, what an encoder gave) is live in the breaks, and None or a placeholder in the graphs.
     """
 
     def __init__(self, prompt: Seen, chunk: Seen) -> None:
@@ -219,12 +219,12 @@ class LayerArguments:
             if id(value) not in self._seen:
                 axis = self._axis(value, other)
                 if axis is None:
-                    return None
+                    return _placeholder(name, value)
                 self._seen[id(value)] = Rows(len(self.places), axis)
                 self.places.append((at, name, path, axis))
                 self.dtypes.append(value.dtype)
             return self._seen[id(value)]
-        return value if isinstance(value, bool | int | float | str) else None
+        return value if isinstance(value, _PLAIN) else None
 
     def rows(self, calls: Sequence[Named], batch: int, length: int) -> list[Tensor]:
         """The inputs of the graphs that this call gives, [B*T, ...] each."""
@@ -246,7 +246,7 @@ class LayerArguments:
                 if name not in plan:
                     if value is not None and value is not False and name in read:
                         return f"layer {at} is given {name} too"
-                elif type(value) in _PLAIN and name != "use_cache" and plan[name] != value:
+                elif type(value) in _PLAIN and name != "use_cache" and not _equals(plan[name], value):
                     return f"layer {at} is given {name}={value!r} instead of {plan[name]!r}"
             if not plan.keys() <= call.keys():
                 name = next(name for name in plan if name not in call)
@@ -257,6 +257,16 @@ class LayerArguments:
     def given(self, at: int, rows: Sequence[Tensor]) -> Named:
         """What layer ``at`` is given in the graphs."""
         return {name: _filled(plan, rows) for name, plan in self.plans[at].items()}
+
+
+def _equals(plan: Any, value: Any) -> bool:
+    return type(plan) is type(value) and bool(plan == value)
+
+
+def _placeholder(name: str, value: Tensor) -> Tensor | None:
+    """What the graphs are given instead of a tensor that is live. Code may ask whether there are states to attend to, and makes
+    a mask of its own where there is none."""
+    return None if "mask" in name or not value.is_floating_point() else value
 
 
 def _filled(plan: Any, rows: Sequence[Tensor]) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 from segue.integrations.transformers import checks, names, reasons
 from segue.integrations.transformers.argument_names import ArgumentNames
 from segue.integrations.transformers.attention import LiveContext
+from segue.integrations.transformers.decoder_calls import requested_output
 from segue.integrations.transformers.handle import Accelerated
 from segue.integrations.transformers.layer_calls import (
     LayerArguments,
@@ -64,9 +65,8 @@ class LayersCallReader:
             given = self._signature.bind(*args, **kwargs).arguments if args else kwargs
         except TypeError:
             return reasons.ARGUMENTS
-        for name in ("output_hidden_states", "output_attentions"):
-            if kwargs.get(name, getattr(self._config, name, False)):
-                return reasons.requested_output(name)
+        if (asked := requested_output(given, self._config)) is not None:
+            return asked
         ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
         tokens = ids if embeds is None else embeds
         if not isinstance(tokens, Tensor) or (ids is not None and embeds is not None):
@@ -79,7 +79,7 @@ class LayersCallReader:
         return LayersCall(args, kwargs, embeds, int(shape[0]), int(shape[1]))
 
 
-_CHUNK = 3  # tokens after a prompt
+_CHUNK = 3, 4  # batch, and tokens after a prompt; none of them is a number of the prompt's
 
 
 def _seen(recorded: Recorder, layers: list[Any], batch: int, length: int) -> Seen:
@@ -105,16 +105,16 @@ class AcceleratedLayers(Accelerated):
         heard = [*layers, *mixers]
         recorded, after = Recorder(heard), Recorder(layers)
         with torch.no_grad(), recorded.listening():
-            out = self._forward(**prompt(self._decoder))
-        self._output, cache = type(out), getattr(out, self._reader.cache_name, None)
+            self._output = type(self._forward(**prompt(self._decoder)))
         if missing := [m for m in heard if m not in recorded.results]:
             raise checks.UnlikeUntouched(f"its forward didn't call {type(missing[0]).__name__}")
-        chunk = {**prompt(self._decoder, _CHUNK), self._reader.cache_name: cache}
-        del chunk["attention_mask"]
         with torch.no_grad(), after.listening():
+            out = self._forward(**prompt(self._decoder, _CHUNK[0]))
+            chunk = {**prompt(self._decoder, *_CHUNK), self._reader.cache_name: getattr(out, self._reader.cache_name, None)}
+            del chunk["attention_mask"]
             self._forward(**chunk)
         try:
-            self._arguments = LayerArguments(_seen(recorded, layers, *PROMPT), _seen(after, layers, PROMPT[0], _CHUNK))
+            self._arguments = LayerArguments(_seen(recorded, layers, *PROMPT), _seen(after, layers, *_CHUNK))
             self._stubs = LayerStubs(layers, [Layout.of(recorded.results[m]) for m in layers])
             breaks = [MixerBreak(mixer, layers[mixer.layer], recorded, *PROMPT) for mixer in mixers.values()]
             self._breaks.put(breaks)

@@ -6,6 +6,7 @@ them. They are others while a probe runs.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -79,7 +80,7 @@ def difference(forward: Callable[..., Any], decoder: Any, untouched: Forward, ou
     for batch, missing, lengths in _CONVERSATIONS:
         caches: list[Any] = [None, None]
         past = 0
-        encoded = encoder_states(decoder, batch)
+        encoded = encoder_states(decoder, batch, seed=2)
         for n in lengths:
             past += n
             mask = torch.ones(batch, past, dtype=torch.long)
@@ -111,31 +112,33 @@ def difference(forward: Callable[..., Any], decoder: Any, untouched: Forward, ou
     return None
 
 
-def prompt(decoder: Any, tokens: int = PROMPT[1]) -> dict[str, Any]:
+def prompt(decoder: Any, batch: int = PROMPT[0], tokens: int = PROMPT[1]) -> dict[str, Any]:
     """Arguments of a decoder's forward: a batch of prompts, with everything given that can be, and left-padded."""
     embedding = decoder.get_input_embeddings()
-    ids = torch.arange(PROMPT[0] * tokens).view(PROMPT[0], tokens) % embedding.num_embeddings
-    mask = torch.ones(PROMPT[0], tokens, dtype=torch.long)
+    ids = torch.arange(batch * tokens).view(batch, tokens) % embedding.num_embeddings
+    mask = torch.ones(batch, tokens, dtype=torch.long)
     mask[0, 0] = 0
     device = embedding.weight.device
-    encoded = encoder_states(decoder, PROMPT[0])
+    encoded = encoder_states(decoder, batch)
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": True, **encoded}
 
 
-def encoder_states(decoder: Any, batch: int) -> dict[str, Tensor]:
+def encoder_states(decoder: Any, batch: int, seed: int = 1) -> dict[str, Tensor]:
     """What a decoder after an encoder needs of it besides: states [B, S, D] and a mask [B, S]. Empty for others."""
     if not getattr(decoder.config, "is_encoder_decoder", False):
         return {}
     weight = decoder.get_input_embeddings().weight
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     width = getattr(decoder.config, "d_model", None) or decoder.config.hidden_size
     states = torch.randn(batch, _ENCODED, width, generator=generator)
     mask = torch.ones(batch, _ENCODED, dtype=torch.long)
     mask[0, -2:] = 0
-    return {
+    given = {
         "encoder_hidden_states": states.to(weight.device, weight.dtype),
         "encoder_attention_mask": mask.to(weight.device),
     }
+    named = inspect.signature(type(decoder).forward).parameters
+    return {name: t for name, t in given.items() if name in named}
 
 
 def results(out: Any, cache: Any, mask: Tensor, n: int) -> dict[str, Tensor]:
