@@ -98,14 +98,14 @@ def test_a_cache_that_keeps_the_tensors_it_is_given_is_given_its_own(make: Make,
     def prefill() -> DynamicCache:
         cache = DynamicCache(config=model.config)
         cache.layers = [Keeping() for _ in cache.layers]
-        model(ids(1, 9), past_key_values=cache, use_cache=True)
+        model(ids(1, 9), **{NAME: cache}, use_cache=True)
         return cache
 
     graphed(model)
     with torch.inference_mode():
         caches = [prefill() for _ in range(3)]
         kept = [[layer.keys.clone() for layer in cache.layers] for cache in caches]
-        model(ids(1, 9).flip(1), past_key_values=DynamicCache(config=model.config), use_cache=True)
+        model(ids(1, 9).flip(1), **{NAME: DynamicCache(config=model.config)}, use_cache=True)
     for cache, keys in zip(caches, kept, strict=True):
         assert all(torch.equal(layer.keys, then) for layer, then in zip(cache.layers, keys, strict=True))
 

@@ -19,9 +19,9 @@ from segue.integrations.transformers.handle import Accelerated
 from segue.integrations.transformers.layer_calls import (
     LayerArguments,
     LayerStubs,
-    ReturnLayout,
     Named,
     NotSeen,
+    ReturnLayout,
     Seen,
     from_rows,
     to_rows,

@@ -18,7 +18,7 @@ from segue.capture.thread_state import current_forward_ctx
 from segue.integrations.transformers.attention import LiveContext, in_callers_mode
 from segue.integrations.transformers.decoder_forward import own_forward
 from segue.integrations.transformers.decoder_parts import DecoderParts, Mixer
-from segue.integrations.transformers.layer_calls import ReturnLayout, Named, NotSeen, Signature, first_of, token_axis
+from segue.integrations.transformers.layer_calls import Named, NotSeen, ReturnLayout, Signature, first_of, token_axis
 
 
 class Recorder:
