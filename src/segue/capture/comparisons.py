@@ -20,7 +20,7 @@ from segue import _source_lines
 from segue.capture.context_paths import is_plain
 from segue.capture.object_graph import OF_EVERY_MODULE
 
-Kind = Literal["module", "forward", "hook", "global hook", "value"]
+Kind = Literal["module", "forward", "hook", "global hook", "value", "memory"]
 
 CONTAINERS = (dict, list, deque)
 MOST_ITEMS = 256  # of a container whose items are compared: a vocabulary decides by its size alone
@@ -35,7 +35,7 @@ class Change:
     """Something that Python read at capture and that is something else now.
 
     ``path``: its name. ``before``, ``after``: as text. ``value``: what is there now; of hooks, the hook. As text it is
-    ``layers.3.mlp.act_fn: ReLU -> Identity``.
+    ``layers.3.mlp.act_fn: ReLU -> Identity``. A tensor of the kind ``"memory"`` is held elsewhere than graphs have it.
     """
 
     kind: Kind
