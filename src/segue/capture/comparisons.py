@@ -13,6 +13,7 @@ from operator import getitem, is_not
 from types import MappingProxyType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
@@ -395,6 +396,8 @@ def _equal(a: Any, b: Any) -> bool:
     """Whether two values decide alike. A number of another type doesn't: it promotes dtypes otherwise."""
     if a is b:
         return True
+    if isinstance(a, str) and isinstance(b, torch.dtype):
+        return a == str(b).removeprefix("torch.")  # a config that is saved is given the name of its dtype
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):

@@ -89,7 +89,7 @@ def accelerate(
     before = handle_of(served)
     if before is not None and before.module is whole:
         return before.with_options(**options)
-    if before is not None:
+    if before is not None:  # the same model with something else around it
         before.restore()
     parts, seen = checks.parts_of(served), []
     for kind in (Accelerated,) if strategy == "prime" else (Accelerated, AcceleratedLayers):

@@ -131,7 +131,7 @@ class Accelerated(ServingHandle):
     @property
     def strategies(self) -> Mapping[str, str]:
         """How forwards are served, by name of the strategy: empty where it is used, otherwise why this model can't have it."""
-        return {"breakable": "", "prime": "", "first token from ids to logits": "", **self._why_not}
+        return {"breakable": "", "prime": "", "first token": "", **self._why_not}
 
     @property
     def boundaries(self) -> tuple[str, ...]:
@@ -248,7 +248,7 @@ class Accelerated(ServingHandle):
         try:
             return self._graphed(call, self._here.run, decision)
         except StateChangedError as e:  # found while the first segment ran, which has left nothing
-            return self._untouched_forward(reasons.changed(e.change, self._decoder), args, kwargs)
+            return self._untouched_forward(self._changed() or reasons.changed(e.change, self._decoder), args, kwargs)
         except NotSeen as e:  # before any layer ran
             return self._untouched_forward(reasons.layers_called(str(e)), args, kwargs)
 
@@ -300,7 +300,7 @@ class Accelerated(ServingHandle):
         try:
             logits = graphs.run(call.input_ids[0], cache, decision.bucket)
         except StateChangedError as e:
-            return reasons.changed(e.change, self._decoder)
+            return self._changed() or reasons.changed(e.change, self._decoder)
         if logits is None:
             return None
         return self._model_output(logits=logits[:, None], **{self._model_cache_name: cache})
@@ -308,9 +308,8 @@ class Accelerated(ServingHandle):
     def _first_token_graphs(self) -> FirstTokenGraphs | None:
         """Where prime serves the model and its head is plain: from ids to logits."""
         decoder, model = self._decoder, self._model
-        what = "first token from ids to logits"
         if self._prime is None or not self._may_serve_model:
-            self._why_not[what] = "it takes prime graphs and a head with transformers' own forward"
+            self._why_not["first token"] = "it takes prime graphs, and transformers' own forward around the decoder"
             return None
         ids = torch.tensor([[0, min(1, decoder.get_input_embeddings().num_embeddings - 1)]], device=self._device)
         try:
@@ -318,10 +317,10 @@ class Accelerated(ServingHandle):
                 out = self._model_forward(input_ids=ids, use_cache=True, logits_to_keep=1)
                 hidden = self._forward(input_ids=ids, use_cache=True).last_hidden_state
         except (TypeError, ValueError):
-            self._why_not[what] = f"the forward of {type(model).__name__} doesn't take logits_to_keep=1"
+            self._why_not["first token"] = f"the forward of {type(model).__name__} doesn't take logits_to_keep=1"
             return None
         if not is_plain_head(model, out, hidden, self._model_cache_name):
-            self._why_not[what] = "its head does more with the last hidden state than a linear layer"
+            self._why_not["first token"] = "its head does more with the last hidden state than a linear layer"
             return None
         self._model_output: Any = type(out)
         buckets = self._runner.prepare()

@@ -29,7 +29,7 @@ def line(handle: Serving) -> str:
     """What a handle serves: the model's class, strategies, boundaries, captured buckets and the share that was replayed."""
     used = [name for name, why_not in handle.strategies.items() if not why_not]
     parts = (
-        " and ".join(used) or "no graphs",
+        f"strategies: {', '.join(used) or 'none'}",
         f"live: {', '.join(handle.boundaries) or 'everything'}",
         f"captured buckets: {_buckets(handle.stats)}",
         _share(handle.stats),

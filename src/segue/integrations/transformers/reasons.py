@@ -84,9 +84,7 @@ def layers_called(otherwise: str) -> Reason:
 
 def changed(change: Change, decoder: Any) -> Reason:
     """Something that the decoder's code decides by is another thing than in the graphs."""
-    path = change.path
-    for root in (f"{type(decoder).__qualname__}.", "Prime.trunk._decoder.", "Prime.trunk.model."):  # as graphs call it
-        path = path.removeprefix(root)
+    path = change.path.removeprefix(f"{type(decoder).__qualname__}.").removeprefix("Prime.trunk.model.")
     match change.kind:
         case "global hook":
             return GLOBAL_HOOK

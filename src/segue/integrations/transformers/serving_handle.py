@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from abc import abstractmethod
@@ -21,6 +22,7 @@ from segue.integrations.transformers.weights import Weights
 from segue.runner import GraphRunner
 from segue.runner.reasons import DISABLED, TRACED, Reason
 
+log = logging.getLogger("segue")
 _serving: weakref.WeakSet[ServingHandle] = weakref.WeakSet()
 
 
@@ -62,8 +64,12 @@ class ServingHandle(Handle):
         Raises:
             UsageError: an option means nothing, or the model can't be served so. It is served as before then.
         """
-        if options != self._options:
+        changes = [f"{k}: {v!r} -> {options[k]!r}" for k, v in self._options.items() if options[k] != v]
+        if changes:
+            graphs = self._any_captured()
             self._remake(options)
+            if graphs:
+                log.warning("segue: %s is served by other options, anew: %s", type(self.module).__name__, ", ".join(changes))
         return self
 
     def serves(self, model: Any) -> bool:
