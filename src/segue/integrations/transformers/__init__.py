@@ -91,16 +91,22 @@ def accelerate(
         return before.with_options(**options)
     if before is not None:  # the same model with something else around it
         before.restore()
-    parts, seen = checks.parts_of(served), []
-    for kind in (Accelerated,) if strategy == "prime" else (Accelerated, AcceleratedLayers):
-        try:
-            return kind(whole, served, parts, **options)
-        except checks.UnlikeUntouched as e:
-            seen.append(str(e))
-    raise UsageError(
-        f"{checks.describe(served)} can't be served: {'; and with its layers alone in graphs, '.join(seen)}. Run it untouched, "
-        "or capture its forward with segue.GraphRunner and mark what is not token-wise with segue.break_point."
-    )
+    parts = checks.parts_of(served)
+    try:
+        return Accelerated(whole, served, parts, **options)
+    except UsageError as e:
+        if strategy == "prime":
+            raise
+        seen = e
+    try:
+        return AcceleratedLayers(whole, served, parts, **options)
+    except UsageError as e:
+        if str(e) == str(seen):
+            raise
+        raise UsageError(
+            f"{checks.describe(served)} can't be served: {seen}; and with its layers alone in graphs, {e}. Run it untouched, or "
+            "capture its forward with segue.GraphRunner and mark what is not token-wise with segue.break_point."
+        ) from e
 
 
 def _require_transformers() -> None:

@@ -16,10 +16,6 @@ from segue.integrations.transformers.decoder_forward import ForwardPatch
 from segue.integrations.transformers.decoder_parts import DecoderParts
 
 
-class UnlikeUntouched(UsageError):
-    """A way to run a decoder doesn't give what the untouched model gives, or can't be set up. The text says what was seen."""
-
-
 def parts_of(model: Any) -> DecoderParts:
     """The decoder of ``model`` that segue takes over, and its parts.
 

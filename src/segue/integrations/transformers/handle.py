@@ -453,7 +453,7 @@ class Accelerated(ServingHandle):
         """Set up how this decoder is run, and prove it.
 
         Raises:
-            UnlikeUntouched: it isn't what the untouched model does.
+            UsageError: it isn't what the untouched model does.
         """
         self._reader = DecoderCallReader(self._decoder.config, self._forward, ArgumentNames(self._decoder).__contains__)
         self._body = Body(self._decoder, self._forward, self._implementation, self._breaks, self._compiled)
@@ -462,10 +462,10 @@ class Accelerated(ServingHandle):
         self._break_what_no_graph_holds()
 
     def _check_whole_forward(self) -> None:
-        """Raise UnlikeUntouched if the decoder's forward isn't one that runs whole: hidden states and positions in, no mask."""
+        """Raise UsageError if the decoder's forward isn't one that runs whole: hidden states and positions in, no mask."""
         missing = {"inputs_embeds", "attention_mask", "position_ids", "use_cache"} - self._reader.named
         if missing:
-            raise checks.UnlikeUntouched(f"its forward has no argument {sorted(missing)[0]}")
+            raise UsageError(f"its forward has no argument {sorted(missing)[0]}")
 
     def _inputs(self) -> dict[str, Any]:
         """The inputs of the body."""
@@ -475,7 +475,7 @@ class Accelerated(ServingHandle):
         """Run short conversations with and without segue's body, no graphs.
 
         Raises:
-            UnlikeUntouched: attention missed the break, or the results differ.
+            UsageError: attention missed the break, or the results differ.
         """
         expected = self._expected_reach()
 
@@ -488,10 +488,10 @@ class Accelerated(ServingHandle):
             reached: list[int] = []
             call = self._reader.read((), given)
             if isinstance(call, str):
-                raise checks.UnlikeUntouched(f"its forward can't be read for a probe: {call}")
+                raise UsageError(f"its forward can't be read for a probe: {call}")
             out = self._graphed(call, self._plain, None, reached)
             if sorted(reached) != expected:
-                raise checks.UnlikeUntouched(
+                raise UsageError(
                     f"attention of {self._layers} layers reached segue's break {len(reached)} times (layers "
                     f"{sorted(set(reached))}): a layer that computes attention by itself would be frozen into the graph"
                 )
@@ -500,7 +500,7 @@ class Accelerated(ServingHandle):
         with torch.no_grad(), jittered(self._decoder):
             where = difference(self._forward, self._decoder, untouched, ours)
         if where is not None:
-            raise checks.UnlikeUntouched(where)
+            raise UsageError(where)
 
     def _expected_reach(self) -> list[int]:
         """The layers of all breaks that a forward meets, in order."""
@@ -510,13 +510,13 @@ class Accelerated(ServingHandle):
         """Let modules run live that can't be captured, one after the other, until a trial capture goes through.
 
         Raises:
-            UnlikeUntouched: it doesn't, and no module is to blame for it.
+            UsageError: it doesn't, and no module is to blame for it.
         """
         found: list[TokenBreak] = []
         while (error := self._trial_capture()) is not None:
             module = culprit(error, self._parts)
             if module is None or len(found) > self._layers or module in self._breaks.modules:
-                raise checks.UnlikeUntouched(str(error)) from error
+                raise UsageError(str(error)) from error
             kept = list(self._breaks)
             alike = [m for m in self._decoder.modules() if type(m) is type(module)]
             found = self._token_breaks(alike)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segue.integrations.transformers import checks, names, reasons
+from segue.errors import UsageError
+from segue.integrations.transformers import names, reasons
 from segue.integrations.transformers.argument_names import ArgumentNames
 from segue.integrations.transformers.attention import LiveContext
 from segue.integrations.transformers.decoder_calls import requested_output
@@ -101,13 +102,13 @@ class AcceleratedLayers(Accelerated):
         self._names = ArgumentNames(self._decoder)
         layers, mixers = list(self._parts.layers), {mixer.module: mixer for mixer in self._parts.mixers}
         if len(mixers) != len(self._parts.mixers):
-            raise checks.UnlikeUntouched("layers share a module that takes the cache")
+            raise UsageError("layers share a module that takes the cache")
         heard = [*layers, *mixers]
         recorded, after = Recorder(heard), Recorder(layers)
         with torch.no_grad(), recorded.listening():
             self._output = type(self._forward(**prompt(self._decoder)))
         if missing := [m for m in heard if m not in recorded.results]:
-            raise checks.UnlikeUntouched(f"its forward didn't call {type(missing[0]).__name__}")
+            raise UsageError(f"its forward didn't call {type(missing[0]).__name__}")
         with torch.no_grad(), after.listening():
             out = self._forward(**prompt(self._decoder, _CHUNK[0]))
             chunk = {**prompt(self._decoder, *_CHUNK), self._reader.cache_name: getattr(out, self._reader.cache_name, None)}
@@ -123,7 +124,7 @@ class AcceleratedLayers(Accelerated):
             )
             self._probe()
         except NotSeen as e:
-            raise checks.UnlikeUntouched(str(e)) from None
+            raise UsageError(str(e)) from None
         for kind in sorted({(type(m), mixer.kind) for m, mixer in mixers.items()}, key=str):
             self._let_attention_break(kind, mixers)
         self._break_what_no_graph_holds()

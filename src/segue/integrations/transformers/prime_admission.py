@@ -40,13 +40,13 @@ def _prove(trunk: ModelTrunk, parts: DecoderParts, forward: Callable[..., Any]) 
         UsageError: they differ.
     """
     weight = parts.decoder.get_input_embeddings().weight
-    ids = torch.randint(len(weight), (_PROVEN,), generator=torch.Generator().manual_seed(2)).to(weight.device)
+    ids = torch.randint(len(weight), (_PROVEN,), generator=torch.Generator().manual_seed(2), device="cpu").to(weight.device)
     offsets = torch.tensor([0, _PROVEN], device=weight.device)
     with torch.no_grad(), jittered(parts.decoder):
         cache = trunk.new_cache(_PROVEN)
         hidden = trunk.forward(trunk.embed(ids), offsets, cache)[None]
         out = forward(input_ids=ids[None], use_cache=True, return_dict=True)
-        real = torch.ones(1, _PROVEN, dtype=torch.bool)
+        real = torch.ones(1, _PROVEN, dtype=torch.bool, device="cpu")
         want = results(out, getattr(out, names.cache_name(forward)), real, _PROVEN)
         got = results(type(out)(last_hidden_state=hidden), cache, real, _PROVEN)
     where = first_difference(want, got)

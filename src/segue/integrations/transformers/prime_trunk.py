@@ -84,7 +84,10 @@ class ModelTrunk:
 
         self.model, self._layers = model, layers
         self._accelerated = parts is not None
-        parts = parts or checks.parts_of(model)
+        if parts is None:
+            parts = checks.parts_of(model)
+            checks.check_mode(model, parts.decoder)
+            checks.check_hooks(model, parts.decoder)
         self._decoder = parts.decoder
         self._forward: Callable[..., Any] = self._decoder.forward if forward is None else forward
         self._config = self._decoder.config

@@ -41,7 +41,7 @@ def jittered(root: nn.Module) -> Iterator[None]:
                     if t is None or not _is_constant(t):
                         continue
                     if t not in others:
-                        noise = torch.randn(t.shape, generator=generator).mul_(0.2).to(t.device, t.dtype)
+                        noise = torch.randn(t.shape, generator=generator, device="cpu").mul_(0.2).to(t.device, t.dtype)
                         others[t] = t.detach() + noise
                         if isinstance(t, nn.Parameter):
                             others[t] = nn.Parameter(others[t], requires_grad=False)
@@ -83,9 +83,10 @@ def difference(forward: Callable[..., Any], decoder: Any, untouched: Forward, ou
         encoded = encoder_states(decoder, batch, seed=2)
         for n in lengths:
             past += n
-            mask = torch.ones(batch, past, dtype=torch.long)
+            mask = torch.ones(batch, past, dtype=torch.long, device="cpu")
             mask[0, :missing] = 0
-            given = {"input_ids": torch.randint(size, (batch, n), generator=generator).to(device), "use_cache": True, **encoded}
+            ids = torch.randint(size, (batch, n), generator=generator, device="cpu")
+            given = {"input_ids": ids.to(device), "use_cache": True, **encoded}
             if missing:
                 given["attention_mask"] = mask.to(device)
             what = f"{n} tokens after {past - n}" if past > n else f"a prompt of {n} tokens"
@@ -115,8 +116,8 @@ def difference(forward: Callable[..., Any], decoder: Any, untouched: Forward, ou
 def prompt(decoder: Any, batch: int = PROMPT[0], tokens: int = PROMPT[1]) -> dict[str, Any]:
     """Arguments of a decoder's forward: a batch of prompts, with everything given that can be, and left-padded."""
     embedding = decoder.get_input_embeddings()
-    ids = torch.arange(batch * tokens).view(batch, tokens) % embedding.num_embeddings
-    mask = torch.ones(batch, tokens, dtype=torch.long)
+    ids = torch.arange(batch * tokens, device="cpu").view(batch, tokens) % embedding.num_embeddings
+    mask = torch.ones(batch, tokens, dtype=torch.long, device="cpu")
     mask[0, 0] = 0
     device = embedding.weight.device
     encoded = encoder_states(decoder, batch)
@@ -130,8 +131,8 @@ def encoder_states(decoder: Any, batch: int, seed: int = 1) -> dict[str, Tensor]
     weight = decoder.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(seed)
     width = getattr(decoder.config, "d_model", None) or decoder.config.hidden_size
-    states = torch.randn(batch, _ENCODED, width, generator=generator)
-    mask = torch.ones(batch, _ENCODED, dtype=torch.long)
+    states = torch.randn(batch, _ENCODED, width, generator=generator, device="cpu")
+    mask = torch.ones(batch, _ENCODED, dtype=torch.long, device="cpu")
     mask[0, -2:] = 0
     given = {
         "encoder_hidden_states": states.to(weight.device, weight.dtype),

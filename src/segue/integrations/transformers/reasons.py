@@ -84,7 +84,9 @@ def layers_called(otherwise: str) -> Reason:
 
 def changed(change: Change, decoder: Any) -> Reason:
     """Something that the decoder's code decides by is another thing than in the graphs."""
-    path = change.path.removeprefix(f"{type(decoder).__qualname__}.").removeprefix("Prime.trunk.model.")
+    path = change.path
+    for holder in (f"{type(decoder).__qualname__}.", "Prime.trunk.model.", "Prime.trunk._decoder."):
+        path = path.removeprefix(holder)
     match change.kind:
         case "global hook":
             return GLOBAL_HOOK
