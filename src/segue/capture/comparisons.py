@@ -49,7 +49,7 @@ class Change:
     def of(cls, kind: Kind, path: str, before: Any, after: Any) -> Change:
         """The change of what is at ``path`` from one object to another."""
         old, new = _show(before), _show(after)
-        return cls(kind, path, old, f"another {new}" if old == new else new, after)
+        return cls(kind, path, old, f"another {new.removeprefix('a ')}" if old == new else new, after)
 
     def __str__(self) -> str:
         return f"{self.path}: {self.before} -> {self.after}"

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from segue import _torch
 from segue.capture.code_names import Names, function_of, is_installed, is_library, may_run, own_classes
 from segue.capture.comparisons import (
     CONTAINERS,
@@ -186,6 +187,10 @@ class Decisions:
             if self._asked and not is_installed(type(module).__module__):
                 for held in (module._parameters, module._buffers):
                     self._growing.add(held, path, self._asked - held.keys() - vars(module).keys(), only=True)
+            for table in (module._parameters, module._buffers):
+                for name, t in table.items():
+                    if t is not None and _torch.is_wrapper(t):  # a graph holds what is in it, at an address that it doesn't have
+                        self._entries.add(table, name, t, f"{path}.{name}")
             self._hooks.add(module._forward_hooks, path)
             self._hooks.add(module._forward_pre_hooks, path)
             if (forward := vars(module).get("forward")) is not None:

@@ -284,7 +284,10 @@ def _refuse_stale(externals: list[External], places: list[Place | None]) -> None
 
 
 def _pointer(value: Any) -> int | None:
-    return value.data_ptr() if isinstance(value, Tensor) else None
+    try:
+        return value.data_ptr() if isinstance(value, Tensor) else None
+    except RuntimeError:  # it has no memory of its own
+        return None
 
 
 def _repointed(name: str, external: External, remedy: str) -> StateChangedError:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from segue import _torch
 from segue.capture.module_checks import ModuleChecks, mode_matters
 from segue.errors import UsageError
 
@@ -44,9 +45,11 @@ def trunk_checks(trunk: Any, name: str) -> ModuleChecks:
 
 def held_weights(trunk: Any) -> list[Tensor]:
     """Aliases of all parameters and buffers. They keep the memory alive that compiled code and C++ ops read, which no
-    watching sees, also after a parameter was given other memory.
+    watching sees, also after a parameter was given other memory. A tensor that wraps others holds theirs, and inference mode
+    makes no alias of it.
     """
-    return [t.detach() for root in _roots(trunk) for t in (*root.parameters(), *root.buffers())]
+    weights = (t for root in _roots(trunk) for t in (*root.parameters(), *root.buffers()))
+    return [t if _torch.is_wrapper(t) else t.detach() for t in weights]
 
 
 def _attributes(trunk: Any) -> dict[str, Any]:
