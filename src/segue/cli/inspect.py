@@ -1,45 +1,100 @@
-"""``segue inspect``: list what the captures of a runner consist of."""
+"""``segue inspect``: list what the captures of a runner or a model consist of."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any
 
+import torch
 import typer
 
+from segue import _source_lines
 from segue.check.summary import BucketSummary, StepSummary, summaries
-from segue.cli.output import Format, FormatOption, log, render
-from segue.cli.target import runner_of, said_on_stderr
+from segue.cli import handles, target
+from segue.cli.locate import said_on_stderr
+from segue.cli.model_cases import cases_for, example_case
+from segue.cli.output import Format, FormatOption, examples, log, render
+from segue.cli.target import Compile, DType, ExampleCall, MaxTokens, ModelOptions, Strategy, Target, TrustRemoteCode
 from segue.errors import UsageError
+from segue.runner import GraphRunner
+from segue.runner.memory_budget import mib
+
+EXAMPLES = examples(
+    "segue inspect ./my-model",
+    "segue inspect serving.py:make_runner",
+    "segue inspect serving.py:make_runner --bucket 64",
+)
+_SMALL = 64  # the most tokens of the calls that are made
 
 
 def inspect(
-    target: Annotated[
-        str,
-        typer.Argument(metavar="MODULE:FACTORY", help="FACTORY returns a runner, or (runner, args, kwargs[, ctx])."),
-    ],
+    name: Annotated[str, typer.Argument(metavar="TARGET", help=target.TARGETS)],
     bucket: Annotated[int | None, typer.Option(help="Show the segments and breaks of this bucket, in order.")] = None,
+    max_tokens: MaxTokens = None,
+    strategy: Strategy = None,
+    compile: Compile = False,
+    dtype: DType = None,
+    trust_remote_code: TrustRemoteCode = False,
     output: FormatOption = Format.MD,
 ) -> None:
-    """Capture a runner's ladder privately, and list segments, breaks, hand-offs, outside tensors and memory."""
-    found = runner_of(target)
-    if bucket is not None and bucket not in found.runner.ladder:
-        raise UsageError(f"--bucket {bucket} isn't in the ladder, {', '.join(map(str, found.runner.ladder))}")
+    """Capture a ladder privately, and list segments, breaks, hand-offs, outside tensors and memory.
+
+    Of a model, a few calls of each kind say what replays, and what ran eager and why.
+    """
+    found = target.find(name, ModelOptions(max_tokens, strategy, compile, dtype, trust_remote_code), target.MAX_TOKENS)
+    if not (isinstance(found.value, GraphRunner) or handles.is_handle(found.value)):
+        raise UsageError(f"{name} gives a {type(found.value).__name__}; segue inspect takes runners and models apart")
+    runner = found.value if isinstance(found.value, GraphRunner) else handles.runner_of(found.value)
+    if bucket is not None and bucket not in runner.ladder:
+        raise UsageError(f"--bucket {bucket} isn't in the ladder, {', '.join(map(str, runner.ladder))}")
+    call, notes = (found.call or ExampleCall(), []) if found.value is runner else _of_model(found)
     with said_on_stderr():
-        buckets = summaries(
-            found.runner, found.args, found.kwargs or {}, found.ctx, lambda b: log.print(f"capturing bucket {b}")
-        )
+        buckets = summaries(runner, call.args, call.kwargs or {}, call.ctx, lambda b: log.print(f"capturing bucket {b}"))
     if bucket is not None:
         (chosen,) = (b for b in buckets if b.bucket == bucket)
         rows = [_step_row(i, step) for i, step in enumerate(chosen.steps)]
         sys.stdout.write(render(rows, output, [f"Bucket {bucket}, in the order of a replay."]))
         return
-    unnamed = list(dict.fromkeys(text for b in buckets for text in b.unnamed))
-    notes = [f"Outside tensors without a name, held and looked at by address: {'; '.join(unnamed)}."] if unnamed else []
-    if not any(b.breaks for b in buckets):
-        notes.append("No break point was met: everything, attention included, runs on the padded rows.")
+    notes += _breaks(buckets)
+    if unnamed := list(dict.fromkeys(text for b in buckets for text in b.unnamed)):
+        notes.append(f"Outside tensors without a name, held and looked at by address: {'; '.join(unnamed)}.")
     sys.stdout.write(render([_bucket_row(b) for b in buckets], output, notes))
-    log.print(f"next: segue inspect {target} --bucket {buckets[0].bucket}, or segue check {target}")
+    log.print(f"next: segue inspect {name} --bucket {buckets[0].bucket}, or segue check {name}")
+
+
+def _of_model(found: Target) -> tuple[ExampleCall, list[str]]:
+    """The call of the runner that a small call of the model makes, and what its whole ladder and some calls come to."""
+    handle, given = found.value, found.call
+    model, ladder = handles.model_of(handle), handles.runner_of(handle).ladder
+    with said_on_stderr(), torch.inference_mode():
+        cases = cases_for(model, min(ladder.max, _SMALL)) if given is None else [example_case(given.args, given.kwargs or {})]
+        call = handles.call_of_runner(handle, lambda: cases[0].run(model))
+        if call is None:
+            raise UsageError(f"{cases[0].name} of {found.name} never reached a graph: {'; '.join(handle.stats.reasons)}")
+        log.print(f"capturing the ladder of {type(model).__name__}, up to {ladder.max} tokens")
+        handle.capture()
+        for case in cases:
+            log.print(case.name)
+            case.run(model)
+    stats = handle.stats
+    replays = ", ".join(f"{count} {name}" for name, count in sorted(stats.strategies.items())) or "none"
+    memory = {"pool": stats.pool_bytes, "driver": stats.driver_bytes, "scratch caches of prime graphs": handle.scratch_bytes}
+    return ExampleCall(*call), [
+        f"{type(model).__name__} on {handles.device_of(handle)}, with {len(ladder)} buckets of up to {ladder.max} tokens.",
+        f"Memory: {', '.join(f'{mib(size)} {what}' for what, size in memory.items())}.",
+        f"Replays of {len(cases)} calls ({'; '.join(case.name for case in cases)}): {replays}.",
+        *(f"Ran without graphs, {count} times: {reason}." for reason, count in sorted(stats.reasons.items())),
+    ]
+
+
+def _breaks(buckets: Sequence[BucketSummary]) -> list[str]:
+    """The breaks of the largest bucket, equal ones counted, in words."""
+    found = Counter((b.what, b.where) for b in buckets[0].breaks)
+    if not any(b.breaks for b in buckets):
+        return ["No break point was met: everything, attention included, runs on the padded rows."]
+    return [f"Break, {count} times in a bucket: {what}, called at {where}." for (what, where), count in found.items()]
 
 
 def _bucket_row(b: BucketSummary) -> dict[str, Any]:
@@ -63,7 +118,7 @@ def _step_row(i: int, step: StepSummary) -> dict[str, Any]:
         "step": i,
         "kind": step.kind,
         "what": step.what,
-        "where": step.where,
+        "where": None if step.where == _source_lines.caller() else step.where,  # segue's own op, called by the command
         "ops": step.ops if step.kind == "segment" else None,
         "hand-offs": step.handoffs if step.kind == "break" else None,
         "frozen objects": ", ".join(step.frozen) or None,

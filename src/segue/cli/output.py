@@ -14,7 +14,18 @@ from rich.console import Console
 
 Row = Mapping[str, Any]
 
-log = Console(stderr=True, highlight=False, soft_wrap=True)
+
+class _Log(Console):
+    """Progress on stderr. ``last``: the line that was printed last."""
+
+    last = ""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        self.last = " ".join(map(str, objects))
+        super().print(*objects, **options)
+
+
+log = _Log(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
 
 class Format(enum.StrEnum):
@@ -59,3 +70,8 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
     return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def examples(*commands: str) -> str:
+    """The end of a command's help: what may be typed."""
+    return "\n\n".join(["Examples:", *commands])

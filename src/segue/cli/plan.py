@@ -14,10 +14,16 @@ from typing import Annotated, Any
 import typer
 
 from segue.cli.length_samples import read_lengths
-from segue.cli.output import Format, FormatOption, log, render
+from segue.cli.output import Format, FormatOption, examples, log, render
 from segue.errors import UsageError
 from segue.runner import Ladder
 
+EXAMPLES = examples(
+    "segue plan lengths.txt",
+    "segue plan requests.jsonl --field prompt_tokens -k 8 -k 16",
+    "segue plan lengths.txt --model ./my-model",
+    "cat lengths.txt | segue plan - --plot lengths.svg",
+)
 _COUNTS = (4, 6, 8, 12, 16, 24, 32, 48, 64)
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
