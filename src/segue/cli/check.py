@@ -10,7 +10,7 @@ import typer
 
 from segue.cli import handles, target
 from segue.cli.locate import said_on_stderr
-from segue.cli.model_cases import cases_for, example_case
+from segue.cli.model_cases import cases_of
 from segue.cli.model_check import check_model
 from segue.cli.output import Format, FormatOption, examples, log, render
 from segue.cli.target import Compile, DType, MaxTokens, ModelOptions, Strategy, Target, TrustRemoteCode
@@ -49,13 +49,13 @@ def check(
     """
     options = ModelOptions(max_tokens, strategy, compile, dtype, trust_remote_code)
     if name == "prime":
-        options.refuse("prime", "trunk")
-        options.refuse_loading("prime")
+        options.refuse("the gate of a prime graph takes a trunk and no model")
+        options.refuse_loading("the gate of a prime graph takes a trunk and no model")
         _check_prime(*_trunk(trunk), bucket, requests, output)
         return
     if trunk is not None:
         raise UsageError(f"segue check takes one TARGET; a second one, {trunk!r}, follows the word prime only")
-    found = target.find(name, options, target.MAX_TOKENS)
+    found = target.find(name, options, max_tokens=target.MAX_TOKENS)
     if isinstance(found.value, PrimeGraph) or target.is_trunk(found.value):
         _check_prime(name, found.value, bucket, requests, output)
         return
@@ -83,11 +83,9 @@ def _check_runner(found: Target, output: Format) -> None:
 
 def _check_model(found: Target, output: Format) -> None:
     handle = found.value
-    runner, model = handles.runner_of(handle), handles.model_of(handle)
-    given = found.call
+    model = handles.model_of(handle)
     with said_on_stderr():
-        cases = cases_for(model, runner.ladder.max) if given is None else [example_case(given.args, given.kwargs or {})]
-        report = check_model(handle, cases, log.print)
+        report = check_model(handle, cases_of(handle, found.call), log.print)
     title = f"{type(model).__name__} on {handles.device_of(handle)}. Each call with segue three times, against the bare model."
     sys.stdout.write(render(report.rows, output, [title, *report.findings, *report.notes]))
     if not report.ok:

@@ -14,7 +14,7 @@ from segue import _source_lines
 from segue.check.summary import BucketSummary, StepSummary, summaries
 from segue.cli import handles, target
 from segue.cli.locate import said_on_stderr
-from segue.cli.model_cases import cases_for, example_case
+from segue.cli.model_cases import Case, cases_of
 from segue.cli.output import Format, FormatOption, examples, log, render
 from segue.cli.target import Compile, DType, ExampleCall, MaxTokens, ModelOptions, Strategy, Target, TrustRemoteCode
 from segue.errors import UsageError
@@ -43,14 +43,16 @@ def inspect(
 
     Of a model, a few calls of each kind say what replays, and what ran eager and why.
     """
-    found = target.find(name, ModelOptions(max_tokens, strategy, compile, dtype, trust_remote_code), target.MAX_TOKENS)
+    found = target.find(name, ModelOptions(max_tokens, strategy, compile, dtype, trust_remote_code), max_tokens=target.MAX_TOKENS)
     if not (isinstance(found.value, GraphRunner) or handles.is_handle(found.value)):
         raise UsageError(f"{name} gives a {type(found.value).__name__}; segue inspect takes runners and models apart")
     runner = found.value if isinstance(found.value, GraphRunner) else handles.runner_of(found.value)
     if bucket is not None and bucket not in runner.ladder:
         raise UsageError(f"--bucket {bucket} isn't in the ladder, {', '.join(map(str, runner.ladder))}")
-    call, notes = (found.call or ExampleCall(), []) if found.value is runner else _of_model(found)
     with said_on_stderr():
+        cases = [] if found.value is runner else cases_of(found.value, found.call, _SMALL)
+        call = _runners_call(found, cases[0]) if cases else found.call or ExampleCall()
+        notes = _of_model(found.value, cases) if cases and bucket is None else []
         buckets = summaries(runner, call.args, call.kwargs or {}, call.ctx, lambda b: log.print(f"capturing bucket {b}"))
     if bucket is not None:
         (chosen,) = (b for b in buckets if b.bucket == bucket)
@@ -64,24 +66,28 @@ def inspect(
     log.print(f"next: segue inspect {name} --bucket {buckets[0].bucket}, or segue check {name}")
 
 
-def _of_model(found: Target) -> tuple[ExampleCall, list[str]]:
-    """The call of the runner that a small call of the model makes, and what its whole ladder and some calls come to."""
-    handle, given = found.value, found.call
+def _runners_call(found: Target, case: Case) -> ExampleCall:
+    """The call of the runner that a call of the model makes."""
+    with torch.inference_mode():
+        call = handles.call_of_runner(found.value, lambda: case.run(handles.model_of(found.value)))
+    if call is None:
+        raise UsageError(f"{case.name} of {found.name} never reached a graph: {'; '.join(found.value.stats.reasons)}")
+    return ExampleCall(*call)
+
+
+def _of_model(handle: Any, cases: Sequence[Case]) -> list[str]:
+    """What a model's whole ladder, and calls of it, come to."""
     model, ladder = handles.model_of(handle), handles.runner_of(handle).ladder
-    with said_on_stderr(), torch.inference_mode():
-        cases = cases_for(model, min(ladder.max, _SMALL)) if given is None else [example_case(given.args, given.kwargs or {})]
-        call = handles.call_of_runner(handle, lambda: cases[0].run(model))
-        if call is None:
-            raise UsageError(f"{cases[0].name} of {found.name} never reached a graph: {'; '.join(handle.stats.reasons)}")
-        log.print(f"capturing the ladder of {type(model).__name__}, up to {ladder.max} tokens")
-        handle.capture()
+    log.print(f"capturing the ladder of {type(model).__name__}, up to {ladder.max} tokens")
+    handle.capture()
+    with torch.inference_mode():
         for case in cases:
             log.print(case.name)
             case.run(model)
     stats = handle.stats
     replays = ", ".join(f"{count} {name}" for name, count in sorted(stats.strategies.items())) or "none"
     memory = {"pool": stats.pool_bytes, "driver": stats.driver_bytes, "scratch caches of prime graphs": handle.scratch_bytes}
-    return ExampleCall(*call), [
+    return [
         f"{type(model).__name__} on {handles.device_of(handle)}, with {len(ladder)} buckets of up to {ladder.max} tokens.",
         f"Memory: {', '.join(f'{mib(size)} {what}' for what, size in memory.items())}.",
         f"Replays of {len(cases)} calls ({'; '.join(case.name for case in cases)}): {replays}.",

@@ -53,33 +53,42 @@ class Case:
     run: Callable[[Any], Outcome]
 
 
-def cases_for(model: Any, max_tokens: int) -> list[Case]:
-    """The cases of a model, as far as it has them: several lengths, chunks, steps, padded batches, ``generate()``.
+def cases_of(handle: Any, call: Any = None, max_tokens: int | None = None) -> list[Case]:
+    """The example call of an accelerated model, or calls of each kind that it takes.
 
-    ``max_tokens``: the most tokens of one forward.
+    Those are several lengths, chunks, steps, padded batches, and ``generate()``. ``call``: the example call, an object with
+    ``args`` and ``kwargs``. ``max_tokens``: the most tokens of one forward, if not those of the largest bucket.
 
     Raises:
         UsageError: it isn't known what such a model takes.
     """
+    if call is not None:
+        return [_example(call.args, call.kwargs or {})]
+    model, most = handles.model_of(handle), handles.runner_of(handle).ladder.max
     inputs = ModelInputs(model)
     if not inputs.of_text and not _is_encoder_decoder(model):
         return [_forward(f"batch of {n}", inputs.one(8, n)) for n in (1, 2, 3)]
-    most = min(max_tokens, inputs.longest)
+    most = min(most, inputs.longest, max_tokens or most)
     lengths = sorted({n for n in (1, 5, 17, most // 2 + 1, most) if n <= most})
     if _is_encoder_decoder(model):
         return [_generation(f"generate after {_tokens(n)}", inputs.one(n)) for n in (lengths if inputs.of_text else [8])]
     batch = sorted({max(1, most // 9), max(1, most // 6), max(1, most // 4)})
-    with torch.inference_mode():
-        output = model(**inputs.one(1), **_known(model, use_cache=True))
-    if handles.cache_in(output) is None:
+    if not keeps_cache(model):
         sides = [_forward(f"batch, padded {'left' if left else 'right'}", inputs.padded(batch, left)) for left in (False, True)]
         return [*(_forward(_tokens(n), inputs.one(n)) for n in lengths), *sides]
     return [*_of_a_cache(model, inputs, lengths, batch), *_of_generate(model, inputs, lengths, batch)]
 
 
-def example_case(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case:
-    """The call that was given with a model."""
+def keeps_cache(model: Any) -> bool:
+    """Whether a forward gives a cache that the next one continues from."""
+    inputs = ModelInputs(model)
+    if not inputs.of_text or _is_encoder_decoder(model):
+        return False
+    with torch.inference_mode():
+        return handles.cache_in(model(**inputs.one(1), **_known(model, use_cache=True))) is not None
 
+
+def _example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case:
     def run(model: Any) -> Outcome:
         found = Outcome()
         output = model(*args, **kwargs)

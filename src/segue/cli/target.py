@@ -20,11 +20,14 @@ from segue.errors import SegueError, UsageError
 from segue.prime import PrimeGraph
 from segue.runner import GraphRunner
 
-TARGETS = (
+MODELS = (
     "A folder of a saved transformers model; the name of one in transformers' cache; or package.module:NAME or file.py:NAME, "
-    "where NAME is a model, a handle of segue.accelerate, a segue.GraphRunner, a segue.PrimeGraph or a trunk, or a function "
-    "without arguments that returns one. It may also return (model, args, kwargs) or (runner, args, kwargs[, ctx]) with an "
-    "example call; ctx may be a function of the number of tokens."
+    "where NAME is a model, or a function without arguments that returns one."
+)
+TARGETS = (
+    f"{MODELS} NAME may also be or return a handle of segue.accelerate, a segue.GraphRunner, a segue.PrimeGraph or a trunk; or "
+    "(model, args, kwargs) or (runner, args, kwargs[, ctx]) with an example call, where ctx may be a function of the number of "
+    "tokens."
 )
 
 
@@ -38,22 +41,17 @@ class ModelOptions:
     dtype: Precision | None = None
     trust_remote_code: bool = False
 
-    def refuse(self, name: str, what: str) -> None:
-        """Raise UsageError if one was given that says how to accelerate a model, and ``name`` gives ``what`` instead."""
+    def refuse(self, why: str) -> None:
+        """Raise UsageError, which begins with ``why``, if an option was given that says how to accelerate a model."""
         given = {"--max-tokens": self.max_tokens, "--strategy": self.strategy, "--compile": self.compile or None}
-        self._refuse(given, f"{name} gives a {what}, which is made already")
+        _refuse(given, why)
 
-    def refuse_loading(self, name: str) -> None:
-        """Raise UsageError if one was given that says how to load a saved model, and ``name`` isn't one."""
+    def refuse_loading(self, why: str) -> None:
+        """Raise UsageError, which begins with ``why``, if an option was given that says how to load a saved model."""
         given = {"--dtype": self.dtype, "--trust-remote-code": self.trust_remote_code or None}
-        self._refuse(given, f"{name} is no saved model, and makes what it gives itself")
-
-    def _refuse(self, given: dict[str, Any], why: str) -> None:
-        if found := [option for option, value in given.items() if value is not None]:
-            raise UsageError(f"{why}: leave out {' and '.join(found)}")
+        _refuse(given, why)
 
 
-_NONE = ModelOptions()
 MAX_TOKENS = 256  # of a model's forwards where nobody says: every bucket up to it is captured
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -89,8 +87,10 @@ class Target:
     call: ExampleCall | None = None
 
 
-def find(name: str, options: ModelOptions = _NONE, max_tokens: int | None = None) -> Target:
-    """What ``name`` gives. A model is accelerated as ``options`` say. ``max_tokens``: where they don't say that.
+def find(name: str, options: ModelOptions, **defaults: Any) -> Target:
+    """What ``name`` gives. A model is accelerated as ``options`` say.
+
+    ``defaults``: arguments of :func:`segue.accelerate` for what they leave open.
 
     Raises:
         UsageError: nothing is found under that name, or something that no command knows; or an option doesn't fit.
@@ -105,9 +105,9 @@ def find(name: str, options: ModelOptions = _NONE, max_tokens: int | None = None
             raise _unknown(name, given)
         call = ExampleCall(tuple(parts[1]), parts[2], *parts[3:])
     if isinstance(value, GraphRunner | PrimeGraph) or handles.is_handle(value) or is_trunk(value):
-        options.refuse(name, type(value).__name__)
+        options.refuse(f"{name} gives a {type(value).__name__}, which is made already")
     elif isinstance(value, nn.Module):
-        value = _accelerated(value, options, max_tokens)
+        value = _accelerated(value, options, defaults)
     else:
         raise _unknown(name, given)
     return Target(name, value, call)
@@ -144,7 +144,7 @@ def made_by(name: str) -> Any:
 def _given(name: str, options: ModelOptions) -> Any:
     """A saved model, or what the user's code gives."""
     if ":" in name:
-        options.refuse_loading(name)
+        options.refuse_loading(f"{name} is no saved model, and makes what it gives itself")
         return made_by(name)
     if not Path(name).is_dir():
         module = _importable(name)
@@ -165,15 +165,20 @@ def _importable(name: str) -> str | None:
     return "module" if Path(f"{top}.py").is_file() or importlib.util.find_spec(top) is not None else None
 
 
-def _accelerated(model: nn.Module, options: ModelOptions, max_tokens: int | None) -> Any:
-    given = {"max_tokens": options.max_tokens or max_tokens, "strategy": options.strategy, "compile": options.compile or None}
+def _accelerated(model: nn.Module, options: ModelOptions, defaults: dict[str, Any]) -> Any:
+    given = {"max_tokens": options.max_tokens, "strategy": options.strategy, "compile": options.compile or None}
     with locate.said_on_stderr():
-        return handles.accelerated(model, **{key: value for key, value in given.items() if value is not None})
+        return handles.accelerated(model, **{**defaults, **{key: value for key, value in given.items() if value is not None}})
 
 
 def _is_ready(value: Any) -> bool:
     """Whether a callable is itself what a command works on, and no function that makes it."""
     return isinstance(value, GraphRunner | PrimeGraph | nn.Module) or handles.is_handle(value) or is_trunk(value)
+
+
+def _refuse(given: dict[str, Any], why: str) -> None:
+    if found := [option for option, value in given.items() if value is not None]:
+        raise UsageError(f"{why}: leave out {' and '.join(found)}")
 
 
 def _needed_arguments(factory: Callable[..., Any]) -> list[str]:
