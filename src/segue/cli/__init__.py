@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 from typing import Annotated, NoReturn
 
@@ -20,14 +21,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
-app.command("env", epilog=env.EXAMPLES)(env.env)
+app.command("demo", short_help="Real prompts through captured graphs, every token compared.", epilog=demo.EXAMPLES)(demo.demo)
+app.command("env", short_help="Versions, the device, and what works here.", epilog=env.EXAMPLES)(env.env)
 app.add_typer(bench.app, name="bench")
-app.command("check", epilog=check.EXAMPLES)(check.check)
-app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
-app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
+app.command("check", short_help="Whether replays are right; exit 1 if one isn't.", epilog=check.EXAMPLES)(check.check)
+app.command("plan", short_help="Which buckets a sample of lengths calls for.", epilog=plan.EXAMPLES)(plan.plan)
+app.command("inspect", short_help="Segments, breaks, memory, and what ran eager.", epilog=inspect.EXAMPLES)(inspect.inspect)
 
 
 def _print_version(asked: bool) -> None:
@@ -54,9 +56,11 @@ def main() -> None:
     except Exception as e:  # of a user's factory or forward: Python's exit code, 1, would say that a comparison failed
         _leave(failures.explained(e))
     except SystemExit as e:
-        if e.code == INTERRUPTED:
-            print(f"\nsegue: stopped by Ctrl-C; the last step was: {log.last or 'none'}", file=sys.stderr)
-        raise
+        if e.code != INTERRUPTED:
+            raise
+        print(f"\nsegue: stopped by Ctrl-C; the last step was: {log.last or 'none'}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)  # nothing is left to put in order, and Python's own end takes seconds with all that torch has loaded
 
 
 def _leave(text: str) -> NoReturn:

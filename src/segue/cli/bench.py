@@ -10,7 +10,7 @@ import torch
 import typer
 
 from segue import environment
-from segue.cli.output import Format, FormatOption, examples, log, render, table
+from segue.cli.output import Format, FormatOption, examples, log, render, table, whole_file
 from segue.devices import Device, resolve
 from segue.errors import UsageError
 
@@ -21,6 +21,7 @@ app = typer.Typer(
     help="Measure, on a CUDA device.",
     epilog=examples("segue bench ttft -h", "segue bench breaks -f breaks.md"),
     no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 Out = Annotated[Path | None, typer.Option("-f", "--out", help="Write the Markdown here too.")]
@@ -76,7 +77,8 @@ def ttft(
     )
     try:
         if plot is not None:
-            plots.draw(plot, result.ways, result.startup)
+            with whole_file(plot) as unfinished:
+                plots.draw(unfinished, result.ways, result.startup)
             log.print(f"drawn into {plot}")
     finally:  # a plot that can't be written costs nobody the results
         _publish(result, out, output)
@@ -152,7 +154,8 @@ def growth(
     result = measure(_device(), shape, times=times, progress=log.print, compile=compile)
     try:
         if plot is not None:
-            plots.draw_growth(plot, result.panels)
+            with whole_file(plot) as unfinished:
+                plots.draw_growth(unfinished, result.panels)
             log.print(f"drawn into {plot}")
     finally:
         _publish(result, out, output)
@@ -188,8 +191,8 @@ def _publish(result: BenchResult, out: Path | None, form: Format) -> None:
     rows = [{"table": name, **row} for name, rows in result.tables.items() for row in rows]
     sys.stdout.write(text if form is Format.MD else render(rows, form, [where, *result.notes]))
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text)
+        with whole_file(out) as unfinished:
+            unfinished.write_text(text)
         log.print(f"written to {out}")
     if not result.right:
         log.print("a replay differs from its reference: see the table")

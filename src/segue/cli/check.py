@@ -41,11 +41,13 @@ def check(
     requests: Annotated[int | None, typer.Option(min=1, help="Of a trunk: prompts that a graph holds, by default 1.")] = None,
     output: FormatOption = Format.MD,
 ) -> None:
-    """Compare what replays with what runs without graphs. Exit 1 if something differs.
+    """Compare what replays with what runs without graphs; exit 1 if something differs.
 
-    A model: prefill, chunks, steps, padded batches and generate(), or an encoder's forwards, with segue and without. A runner:
-    replays against the reference over poisoned memory and other padding; the line where they differ is named. A trunk or prime
-    graph: lengths up and down, every byte of every cache, and greedy steps.
+    Of a model, with segue and without: prefill, chunks, steps, padded batches and generate(), or an encoder's forwards.
+
+    Of a runner, replays and the reference, over poisoned memory and other padding; the line where they differ is named.
+
+    Of a trunk or prime graph: lengths up and down, every byte of every cache, and greedy steps.
     """
     options = ModelOptions(max_tokens, strategy, compile, dtype, trust_remote_code)
     if name == "prime":

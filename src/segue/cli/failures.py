@@ -49,4 +49,5 @@ def _line(tb: TracebackType) -> str | None:
 def _is_users(file: str) -> bool:
     """Whether a frame's file is neither segue's, torch's, the command line's nor Python's own machinery of imports."""
     command = os.path.realpath(sys.argv[0]) == os.path.realpath(file)
-    return not (file.startswith(_MACHINERY) or command or Path(file).parent.name in ("click", "importlib"))
+    machinery = file.endswith("contextlib.py") or Path(file).parent.name in ("click", "importlib")
+    return not (file.startswith(_MACHINERY) or command or machinery)

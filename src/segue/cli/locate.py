@@ -27,6 +27,8 @@ def named(target: str) -> Any:
             passes through.
     """
     place, _, attributes = target.rpartition(":")
+    if not (place and attributes):
+        raise UsageError(f"{target!r} isn't package.module:NAME or file.py:NAME, as in serving.py:make_model")
     found: Any = _file(place) if is_file(place) else _module(place)
     owner = place
     for name in attributes.split("."):
@@ -41,11 +43,6 @@ def named(target: str) -> Any:
 def is_file(place: str) -> bool:
     """Whether ``place`` is meant as a file and not as a module."""
     return place.endswith(".py") or os.sep in place
-
-
-def defined_in(module: ModuleType) -> list[str]:
-    """The public names that a module itself gives to functions, classes and values."""
-    return [n for n, value in vars(module).items() if not n.startswith("_") and not _is_imported(value, module)]
 
 
 def said_on_stderr() -> contextlib.AbstractContextManager[object]:
@@ -73,18 +70,16 @@ def users_code(what: str) -> Iterator[None]:
             ) from None
 
 
-def _is_imported(value: Any, module: ModuleType) -> bool:
-    if isinstance(value, FunctionType | type):
-        return value.__module__ != module.__name__
-    return isinstance(value, ModuleType)
-
-
 def _instead(owner: Any, name: str) -> str:
-    """What may have been meant: close names, else what there is."""
-    names = defined_in(owner) if isinstance(owner, ModuleType) else [n for n in dir(owner) if not n.startswith("_")]
-    if close := difflib.get_close_matches(name, names, n=3):
+    """What may have been meant: close names, else the functions that a module defines."""
+    if close := difflib.get_close_matches(name, [n for n in dir(owner) if not n.startswith("_")], n=3):
         return f"; did you mean {' or '.join(close)}?"
+    names = [n for n, f in vars(owner).items() if _is_own(f, owner) and n[0] != "_"] if isinstance(owner, ModuleType) else []
     return f"; it has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else ""
+
+
+def _is_own(value: Any, module: ModuleType) -> bool:
+    return isinstance(value, FunctionType) and value.__module__ == module.__name__
 
 
 def _file(place: str) -> ModuleType:

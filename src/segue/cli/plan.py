@@ -17,7 +17,7 @@ from segue.cli import handles, target
 from segue.cli.length_samples import read_lengths
 from segue.cli.locate import said_on_stderr
 from segue.cli.model_cases import keeps_cache
-from segue.cli.output import Format, FormatOption, examples, log, render
+from segue.cli.output import Format, FormatOption, examples, log, render, whole_file
 from segue.cli.target import Compile, DType, ModelOptions, Strategy, TrustRemoteCode
 from segue.errors import UsageError
 from segue.runner import Ladder
@@ -92,7 +92,8 @@ def plan(
         driver, shared, also = _measured(model, options, Ladder.fit(sample, min(buckets or _COUNTS), multiple_of))
     plans = plans_for(sample, buckets or _COUNTS, multiple_of, also)
     if plot is not None:
-        _draw(plot, sample, plans)
+        with whole_file(plot) as unfinished:
+            _draw(unfinished, sample, plans)
         log.print(f"drawn into {plot}")
     notes = [_describe(sample), *([f"For decoding, {', '.join(map(str, also))} are added to each ladder."] if also else [])]
     sys.stdout.write(render([_row(p, driver, shared, output is Format.MD) for p in plans], output, notes))
@@ -220,4 +221,4 @@ def _draw(path: Path, lengths: Sequence[int], plans: Sequence[LadderPlan]) -> No
     try:
         canvas.print_figure(path)
     except (OSError, ValueError) as e:
-        raise UsageError(f"--plot {path}: {e}") from None
+        raise UsageError(f"--plot {path.name}: {e}") from None

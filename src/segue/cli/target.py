@@ -53,7 +53,11 @@ class ModelOptions:
 
 
 MAX_TOKENS = 256  # of a model's forwards where nobody says: every bucket up to it is captured
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_WANTED = (
+    "a segue.GraphRunner, or (runner, args, kwargs[, ctx]) with the arguments of an example call, a transformers model or "
+    "(model, args, kwargs), a handle of segue.accelerate, a segue.PrimeGraph or a trunk"
+)
+_REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 MaxTokens = Annotated[
     int | None, typer.Option("--max-tokens", min=1, help="Of a model: the most tokens of a forward with a graph; 256 by default.")
@@ -125,8 +129,10 @@ def made_by(name: str) -> Any:
         UsageError: there is no such thing, or it needs arguments.
     """
     value = locate.named(name)
-    if _is_ready(value) or not callable(value):
+    if _is_ready(value) or isinstance(value, tuple):
         return value
+    if not callable(value):
+        raise UsageError(f"{name} is no function but {_kind(value)}; it must be, or return, {_WANTED}")
     if needed := _needed_arguments(value):
         raise UsageError(
             f"{name} needs {'arguments' if len(needed) > 1 else 'the argument'} {', '.join(needed)}, and is called without any: "
@@ -146,12 +152,11 @@ def _given(name: str, options: ModelOptions) -> Any:
     if ":" in name:
         options.refuse_loading(f"{name} is no saved model, and makes what it gives itself")
         return made_by(name)
-    if not Path(name).is_dir():
-        module = _importable(name)
-        if module is not None:
-            raise UsageError(f"{name} names a whole {module}: say what in it, as in {name}:make_model")
-        if os.sep in name and not _REPOSITORY.fullmatch(name):
-            raise UsageError(f"there is no folder {name}, seen from {os.getcwd()}")
+    if not (name and Path(name).is_dir()):
+        if (whole := _importable(name)) is not None:
+            raise UsageError(f"{name} names a whole {whole}: say what in it, as in {name}:make_model")
+        if not _REPOSITORY.fullmatch(name):
+            raise UsageError(f"{name!r} is no folder, seen from {os.getcwd()}, and can't be the name of a model")
     return saved_models.load(name, options.dtype, options.trust_remote_code)
 
 
@@ -191,9 +196,10 @@ def _needed_arguments(factory: Callable[..., Any]) -> list[str]:
 
 
 def _unknown(name: str, given: Any) -> UsageError:
-    shape = f"({', '.join(type(p).__qualname__ for p in given)})" if isinstance(given, tuple) else type(given).__qualname__
-    what = "None; is a return missing?" if given is None else f"{shape};"
-    return UsageError(
-        f"{name} returned {what} it must return a segue.GraphRunner, or (runner, args, kwargs[, ctx]) with the arguments of an "
-        "example call, a transformers model or (model, args, kwargs), a handle of segue.accelerate, a segue.PrimeGraph or trunk"
-    )
+    return UsageError(f"{name} returned {_kind(given)}; it must return {_WANTED}")
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None (is a return missing?)"
+    return f"({', '.join(type(p).__qualname__ for p in value)})" if isinstance(value, tuple) else type(value).__qualname__
