@@ -60,7 +60,7 @@ def main() -> None:
             raise
         print(f"\nsegue: stopped by Ctrl-C; the last step was: {log.last or 'none'}", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        os._exit(INTERRUPTED)  # nothing is left to put in order, and Python's own end takes seconds with all that torch has loaded
+        os._exit(INTERRUPTED)  # all is in order, and Python's own end takes seconds with all that torch has loaded
 
 
 def _leave(text: str) -> NoReturn:

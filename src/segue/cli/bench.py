@@ -32,7 +32,10 @@ Rounds = Annotated[int, typer.Option("--times", min=2, help="Rounds; in each of 
 Recordings = Annotated[int, typer.Option("--times", min=1, help="Recordings of each bucket, of which the median counts.")]
 
 
-@app.command(epilog=examples("segue bench ttft -n 128 -n 512 --rivals none", "segue bench ttft --model ./my-model --decode"))
+@app.command(
+    short_help="Time to first token, beside eager and rivals.",
+    epilog=examples("segue bench ttft -n 128 -n 512 --rivals none", "segue bench ttft --model ./my-model --decode"),
+)
 def ttft(
     out: Out = None,
     lengths: Lengths = None,
@@ -84,7 +87,10 @@ def ttft(
         _publish(result, out, output)
 
 
-@app.command(epilog=examples("segue bench breaks", "segue bench breaks --times 100 -o json"))
+@app.command(
+    short_help="What a break costs, on host and device.",
+    epilog=examples("segue bench breaks", "segue bench breaks --times 100 -o json"),
+)
 def breaks(out: Out = None, rounds: Rounds = 300, output: FormatOption = Format.MD) -> None:
     """What a break costs: on the host, against launching the same graphs bare, and on the device per boundary.
 
@@ -96,7 +102,10 @@ def breaks(out: Out = None, rounds: Rounds = 300, output: FormatOption = Format.
     _publish(measure(_device(), times=rounds, progress=log.print), out, output)
 
 
-@app.command(epilog=examples("segue bench runner", "segue bench runner -f runner.md"))
+@app.command(
+    short_help="What a runner's call costs the host.",
+    epilog=examples("segue bench runner", "segue bench runner -f runner.md"),
+)
 def runner(out: Out = None, rounds: Rounds = 300, output: FormatOption = Format.MD) -> None:
     """What a runner's call costs the host over the bare replay, beside eager in-place adds and padding by hand.
 
@@ -107,7 +116,10 @@ def runner(out: Out = None, rounds: Rounds = 300, output: FormatOption = Format.
     _publish(measure(_device(), times=rounds, progress=log.print), out, output)
 
 
-@app.command(epilog=examples("segue bench memory", "segue bench memory -b 512 -b 2048 --times 3"))
+@app.command(
+    short_help="What a ladder takes, and how long it records.",
+    epilog=examples("segue bench memory", "segue bench memory -b 512 -b 2048 --times 3"),
+)
 def memory(out: Out = None, buckets: Buckets = None, recordings: Recordings = 5, output: FormatOption = Format.MD) -> None:
     """Memory of a ladder against its largest bucket alone, and the time of recording, for the Qwen3-0.6B shape.
 
@@ -118,7 +130,10 @@ def memory(out: Out = None, buckets: Buckets = None, recordings: Recordings = 5,
     _publish(measure(_device(), buckets=buckets, times=recordings, progress=log.print), out, output)
 
 
-@app.command(epilog=examples("segue bench prime", "segue bench prime -n 128 -n 512"))
+@app.command(
+    short_help="Prime graphs against breakable ones and eager.",
+    epilog=examples("segue bench prime", "segue bench prime -n 128 -n 512"),
+)
 def prime(out: Out = None, lengths: Lengths = None, times: Times = 20, output: FormatOption = Format.MD) -> None:
     """Prime graphs against breakable ones and eager, the Qwen3-0.6B shape, one fresh prompt with the cache filled.
 
@@ -129,7 +144,10 @@ def prime(out: Out = None, lengths: Lengths = None, times: Times = 20, output: F
     _publish(measure(_device(), lengths=lengths, times=times, progress=log.print), out, output)
 
 
-@app.command(epilog=examples("segue bench growth --plot growth.svg", "segue bench growth --model 8B --compile"))
+@app.command(
+    short_help="What grows with tokens, layers and buckets.",
+    epilog=examples("segue bench growth --plot growth.svg", "segue bench growth --model 8B --compile"),
+)
 def growth(
     out: Out = None,
     times: Times = 10,

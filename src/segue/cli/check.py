@@ -89,7 +89,8 @@ def _check_model(found: Target, output: Format) -> None:
     with said_on_stderr():
         report = check_model(handle, cases_of(handle, found.call), log.print)
     title = f"{type(model).__name__} on {handles.device_of(handle)}. Each call with segue three times, against the bare model."
-    sys.stdout.write(render(report.rows, output, [title, *report.findings, *report.notes]))
+    scale = "*off by*: the largest difference, as a part of the largest value."
+    sys.stdout.write(render(report.rows, output, [title, scale, *report.findings, *report.notes]))
     if not report.ok:
         log.print("some results are wrong: see the findings above the table")
         raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ def accelerated(model: nn.Module, **options: Any) -> Any:
         SegueError: the model can't be accelerated, and why.
     """
     if environment.disabled():
-        raise UsageError("SEGUE=off is set, so there are no graphs to check, to take apart or to plan for")
+        raise UsageError("SEGUE=off is set, so there are no graphs to check or to take apart")
     first = next(model.parameters(), None)
     on_cpu = first is not None and first.device.type == "cpu"
     return accelerate(model, device="emulator" if on_cpu else None, **options)
@@ -39,16 +40,21 @@ def model_of(handle: Any) -> Any:
         return model
 
 
-def runner_of(handle: Any) -> GraphRunner:
-    """The runner of what is captured of the model.
+def most_tokens(handle: Any) -> int:
+    """The most tokens of a sequence that has a graph.
 
     Raises:
-        UsageError: the handle has none, because ``SEGUE=off`` was set.
+        UsageError: none has, because ``SEGUE=off`` was set.
     """
-    runner = getattr(handle, "runner", None)
-    if not isinstance(runner, GraphRunner):
+    low, high = 0, 1
+    while handle.graphs_of(high)[0] is not None:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if handle.graphs_of(middle)[0] is None else (middle, high)
+    if not low:
         raise UsageError("SEGUE=off was set when this handle was made, so it has no graphs to check or to take apart")
-    return runner
+    return low
 
 
 def device_of(handle: Any) -> str:
@@ -56,13 +62,15 @@ def device_of(handle: Any) -> str:
     return "the emulator" if model_of(handle).device.type == "cpu" else f"{model_of(handle).device}"
 
 
-def call_of_runner(handle: Any, run: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments that the handle's runner is called with while ``run()`` calls the model once; None if it isn't called."""
-    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+def call_of_runner(handle: Any, run: Callable[[], Any]) -> tuple[GraphRunner, tuple[Any, ...], dict[str, Any]] | None:
+    """The runner that ``run()``, a forward of the model, replays, and what it is called with; None if it replays none."""
+    seen: list[tuple[GraphRunner, tuple[Any, ...], dict[str, Any]]] = []
 
     def note(*args: Any, **kwargs: Any) -> Any:
-        seen.append((args, {k: v for k, v in kwargs.items() if k != "ctx"}))
-        return runner_of(handle).reference(*args, **kwargs)
+        one_of_many = bool(args) and isinstance(args[0], GraphRunner)  # then its tensors follow
+        runner, given = (args[0], tuple(args[1])) if one_of_many else (handle.runner, args)
+        seen.append((runner, given, {key: value for key, value in kwargs.items() if key != "ctx"}))
+        return runner.reference(*given, **kwargs)
 
     with handle.with_body(note), handle.without_prime():
         run()

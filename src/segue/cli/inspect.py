@@ -46,52 +46,50 @@ def inspect(
     found = target.find(name, ModelOptions(max_tokens, strategy, compile, dtype, trust_remote_code), max_tokens=target.MAX_TOKENS)
     if not (isinstance(found.value, GraphRunner) or handles.is_handle(found.value)):
         raise UsageError(f"{name} gives a {type(found.value).__name__}; segue inspect takes runners and models apart")
-    runner = found.value if isinstance(found.value, GraphRunner) else handles.runner_of(found.value)
-    if bucket is not None and bucket not in runner.ladder:
-        raise UsageError(f"--bucket {bucket} isn't in the ladder, {', '.join(map(str, runner.ladder))}")
     with said_on_stderr():
-        cases = [] if found.value is runner else cases_of(found.value, found.call, _SMALL)
-        call = _runners_call(found, cases[0]) if cases else found.call or ExampleCall()
-        notes = _of_model(found.value, cases) if cases and bucket is None else []
+        cases = [] if isinstance(found.value, GraphRunner) else cases_of(found.value, found.call, _SMALL)
+        runner, call = _of_a_model(found, cases[0]) if cases else (found.value, found.call or ExampleCall())
+        if bucket is not None and bucket not in runner.ladder:
+            raise UsageError(f"--bucket {bucket} isn't in the ladder, {', '.join(map(str, runner.ladder))}")
         buckets = summaries(runner, call.args, call.kwargs or {}, call.ctx, lambda b: log.print(f"capturing bucket {b}"))
     if bucket is not None:
         (chosen,) = (b for b in buckets if b.bucket == bucket)
         rows = [_step_row(i, step) for i, step in enumerate(chosen.steps)]
         sys.stdout.write(render(rows, output, [f"Bucket {bucket}, in the order of a replay."]))
         return
-    notes += _breaks(buckets)
+    notes = _breaks(buckets)
     if unnamed := list(dict.fromkeys(text for b in buckets for text in b.unnamed)):
         notes.append(f"Outside tensors without a name, held and looked at by address: {'; '.join(unnamed)}.")
+    if cases:
+        notes += _calls(found.value, cases)
     sys.stdout.write(render([_bucket_row(b) for b in buckets], output, notes))
     log.print(f"next: segue inspect {name} --bucket {buckets[0].bucket}, or segue check {name}")
 
 
-def _runners_call(found: Target, case: Case) -> ExampleCall:
-    """The call of the runner that a call of the model makes."""
+def _of_a_model(found: Target, case: Case) -> tuple[GraphRunner, ExampleCall]:
+    """The runner of what is captured of a model, and the call of it that a call of the model makes."""
     with torch.inference_mode():
-        call = handles.call_of_runner(found.value, lambda: case.run(handles.model_of(found.value)))
-    if call is None:
-        raise UsageError(f"{case.name} of {found.name} never reached a graph: {'; '.join(found.value.stats.reasons)}")
-    return ExampleCall(*call)
+        seen = handles.call_of_runner(found.value, lambda: case.run(handles.model_of(found.value)))
+    if seen is None:
+        raise UsageError(f"{case.name} of {found.name} reached no graph: {'; '.join(found.value.stats.reasons)}")
+    runner, args, kwargs = seen
+    return runner, ExampleCall(args, kwargs)
 
 
-def _of_model(handle: Any, cases: Sequence[Case]) -> list[str]:
-    """What a model's whole ladder, and calls of it, come to."""
-    model, ladder = handles.model_of(handle), handles.runner_of(handle).ladder
-    log.print(f"capturing the ladder of {type(model).__name__}, up to {ladder.max} tokens")
-    handle.capture()
-    with torch.inference_mode():
+def _calls(handle: Any, cases: Sequence[Case]) -> list[str]:
+    """Capture the ladder of a model, make some calls, and say what they came to."""
+    model = handles.model_of(handle)
+    with said_on_stderr(), torch.inference_mode():
+        log.print(f"capturing the ladder of {type(model).__name__}")
+        cost = handle.capture().cost
         for case in cases:
             log.print(case.name)
             case.run(model)
-    stats = handle.stats
-    replays = ", ".join(f"{count} {name}" for name, count in sorted(stats.strategies.items())) or "none"
-    memory = {"pool": stats.pool_bytes, "driver": stats.driver_bytes, "scratch caches of prime graphs": handle.scratch_bytes}
     return [
-        f"{type(model).__name__} on {handles.device_of(handle)}, with {len(ladder)} buckets of up to {ladder.max} tokens.",
-        f"Memory: {', '.join(f'{mib(size)} {what}' for what, size in memory.items())}.",
-        f"Replays of {len(cases)} calls ({'; '.join(case.name for case in cases)}): {replays}.",
-        *(f"Ran without graphs, {count} times: {reason}." for reason, count in sorted(stats.reasons.items())),
+        f"{type(model).__name__} on {handles.device_of(handle)}. Its whole ladder takes {mib(cost.pool)} of the graph pool and "
+        f"{mib(cost.driver)} of the driver. After {'; '.join(case.name for case in cases)}:",
+        handle.report(),
+        "The buckets:",
     ]
 
 

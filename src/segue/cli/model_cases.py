@@ -19,7 +19,7 @@ _NEW = 8  # tokens of generate()
 
 
 @dataclass
-class Outcome:
+class CallResult:
     """What a call gave: tensors by name, without what stands in padded places.
 
     ``outputs``: hidden states, logits and the like. ``caches``: the cache's tensors. ``tokens``: greedy tokens, int64.
@@ -50,7 +50,7 @@ class Case:
     """A call, or a few that follow each other on one cache. ``run`` makes them on the model and gives what came out."""
 
     name: str
-    run: Callable[[Any], Outcome]
+    run: Callable[[Any], CallResult]
 
 
 def cases_of(handle: Any, call: Any = None, max_tokens: int | None = None) -> list[Case]:
@@ -64,7 +64,7 @@ def cases_of(handle: Any, call: Any = None, max_tokens: int | None = None) -> li
     """
     if call is not None:
         return [_example(call.args, call.kwargs or {})]
-    model, most = handles.model_of(handle), handles.runner_of(handle).ladder.max
+    model, most = handles.model_of(handle), handles.most_tokens(handle)
     inputs = ModelInputs(model)
     if not inputs.of_text and not _is_encoder_decoder(model):
         return [_forward(f"batch of {n}", inputs.one(8, n)) for n in (1, 2, 3)]
@@ -89,8 +89,8 @@ def keeps_cache(model: Any) -> bool:
 
 
 def _example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case:
-    def run(model: Any) -> Outcome:
-        found = Outcome()
+    def run(model: Any) -> CallResult:
+        found = CallResult()
         output = model(*args, **kwargs)
         found.add(output)
         found.add_cache(output)
@@ -103,12 +103,13 @@ def _of_a_cache(model: Any, inputs: ModelInputs, lengths: list[int], batch: list
     """Prefills, one of them as ``generate()`` makes it, and what continues from a cache."""
     middle = lengths[-1] // 2 + 1
     first, text = middle - middle // 3, inputs.one(middle + _STEPS, seed=2)
+    second = min(lengths[-1], middle + _STEPS - first)
     found = [_continued(model, f"prefill, {_tokens(n)}", inputs.one(n), [n]) for n in lengths]
     if one_row := _known(model, logits_to_keep=1):
         found.append(_forward(f"prefill, {_tokens(middle)}, logits of the last", {**inputs.one(middle), **one_row}))
     return [
         *found,
-        _continued(model, f"chunks of {first} and {middle + _STEPS - first} tokens", text, [first, middle + _STEPS - first]),
+        _continued(model, f"chunks of {first} and {_tokens(second)}", text, [first, second]),
         _continued(model, f"{_STEPS} steps after {_tokens(middle)}", text, [middle] + [1] * _STEPS),
         _continued(model, "batch padded left, and a step", inputs.padded([n + 1 for n in batch], left=True), [max(batch), 1]),
     ]
@@ -123,8 +124,8 @@ def _of_generate(model: Any, inputs: ModelInputs, lengths: list[int], batch: lis
 
 
 def _forward(name: str, given: dict[str, Any]) -> Case:
-    def run(model: Any) -> Outcome:
-        found = Outcome()
+    def run(model: Any) -> CallResult:
+        found = CallResult()
         output = model(**given)
         found.add(output, given.get("attention_mask"))
         found.add_cache(output, given.get("attention_mask"))
@@ -137,8 +138,8 @@ def _continued(model: Any, name: str, given: dict[str, Tensor], sizes: list[int]
     """Forwards of so many tokens each, every one on the cache of those before. ``given``: ids, and maybe a mask, [B, sum]."""
     keeping = _known(model, use_cache=True)
 
-    def run(model: Any) -> Outcome:
-        found, start = Outcome(), 0
+    def run(model: Any) -> CallResult:
+        found, start = CallResult(), 0
         cache: dict[str, Any] = {}
         mask = given.get("attention_mask")
         for i, size in enumerate(sizes):
@@ -157,13 +158,11 @@ def _continued(model: Any, name: str, given: dict[str, Tensor], sizes: list[int]
 def _generation(name: str, given: dict[str, Tensor]) -> Case:
     """Greedy tokens, with the logits of each."""
 
-    def run(model: Any) -> Outcome:
-        out = model.generate(
-            **given, max_new_tokens=_NEW, do_sample=False, return_dict_in_generate=True, output_logits=True
-        )
+    def run(model: Any) -> CallResult:
+        out = model.generate(**given, max_new_tokens=_NEW, do_sample=False, return_dict_in_generate=True, output_logits=True)
         steps = {f"token {i + 1}: logits": logits.clone() for i, logits in enumerate(out.logits)}
         new = out.sequences[:, -len(steps) :].clone()
-        return Outcome(steps, {}, {f"token {i + 1}": new[:, i] for i in range(len(steps))}, new)
+        return CallResult(steps, {}, {f"token {i + 1}": new[:, i] for i in range(len(steps))}, new)
 
     return Case(name, run)
 

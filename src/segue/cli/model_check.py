@@ -13,7 +13,7 @@ from torch import Tensor
 from segue import _torch
 from segue.check.compare import difference, distance, value_difference
 from segue.cli import handles
-from segue.cli.model_cases import Case, Outcome
+from segue.cli.model_cases import CallResult, Case
 from segue.errors import SegueError
 from segue.runner import Stats
 
@@ -70,7 +70,7 @@ class _Checked:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.want: Outcome | None = None
+        self.want: CallResult | None = None
         self.failed = ""
         self.findings: dict[str, None] = {}
         self.off = {part: 0.0 for part in _PARTS}  # the largest difference of all runs, as a part of the largest value
@@ -106,11 +106,14 @@ class _Checked:
         assert self.want is not None
         cells = {part: self._cell(part) if getattr(self.want, part) else None for part in _PARTS}
         if self.want.tokens:
-            cells["tokens"] = _WRONG if "tokens" in self.wrong else f"{self.part_ways} near ties" if self.part_ways else "same"
+            cells["tokens"] = _WRONG if "tokens" in self.wrong else self._ties() or "same"
         verdict = _WRONG if self.wrong else "equal to rounding" if any(self.off.values()) else "equal"
         return {"case": self.case.name, "last round": self.ran, **cells, "verdict": verdict}
 
-    def _compare(self, want: Outcome, got: Outcome) -> None:
+    def _ties(self) -> str:
+        return f"{self.part_ways} near tie{'s' if self.part_ways > 1 else ''}" if self.part_ways else ""
+
+    def _compare(self, want: CallResult, got: CallResult) -> None:
         for part in _PARTS:
             mine, theirs = getattr(got, part), getattr(want, part)
             if part == "outputs" and want.generated is not None and got.generated is not None:

@@ -47,9 +47,7 @@ class LadderPlan:
 
 
 def plan(
-    lengths: Annotated[
-        str, typer.Argument(metavar="LENGTHS", help="txt, csv or jsonl, one length a forward; - for stdin.")
-    ],
+    lengths: Annotated[str, typer.Argument(metavar="LENGTHS", help="txt, csv or jsonl, one length a forward; - for stdin.")],
     field: Annotated[str | None, typer.Option(help="The column or key that holds the lengths.")] = None,
     buckets: Annotated[
         list[int] | None,
@@ -110,7 +108,7 @@ def _measured(name: str, options: ModelOptions, ladder: Ladder) -> tuple[int, in
         found = target.find(name, options, buckets=ladder)
         if not handles.is_handle(found.value):
             raise UsageError(f"--model {name} gives a {type(found.value).__name__} and not a model")
-        if handles.runner_of(found.value).ladder != ladder:
+        if handles.most_tokens(found.value) != ladder.max:
             raise UsageError(f"--model {name} gives a handle, whose buckets are made already: give the model itself")
         log.print(f"capturing {len(ladder)} buckets of up to {ladder.max} tokens, to measure their memory")
         found.value.capture()
@@ -119,9 +117,7 @@ def _measured(name: str, options: ModelOptions, ladder: Ladder) -> tuple[int, in
     return stats.driver_bytes // len(ladder), stats.pool_bytes + found.value.scratch_bytes, small
 
 
-def plans_for(
-    lengths: Sequence[int], counts: Sequence[int], multiple_of: int = 1, also: Sequence[int] = ()
-) -> list[LadderPlan]:
+def plans_for(lengths: Sequence[int], counts: Sequence[int], multiple_of: int = 1, also: Sequence[int] = ()) -> list[LadderPlan]:
     """A plan for each number of buckets, ascending; none after the first that pads nothing.
 
     ``also``: buckets that every ladder has besides, as far as they are smaller than its largest.
