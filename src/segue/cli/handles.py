@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from segue import environment
 from segue.errors import UsageError
@@ -77,9 +77,14 @@ def call_of_runner(handle: Any, run: Callable[[], Any]) -> tuple[GraphRunner, tu
     return seen[0] if seen else None
 
 
+def parts_of(output: Any) -> dict[str, Any]:
+    """What a model's output holds, by name; by number where it is a tuple."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    return {str(i): part for i, part in enumerate(output)} if isinstance(output, tuple | list) else {"output": output}
+
+
 def cache_in(output: Any) -> tuple[str, Any] | None:
     """The cache in a model's output, and the name of the argument that gives it to the next forward; None without one."""
-    for name in _CACHES:
-        if (cache := getattr(output, name, None)) is not None and not isinstance(cache, Tensor):
-            return name, cache
-    return None
+    parts = parts_of(output)
+    return next(((name, parts[name]) for name in _CACHES if parts.get(name) is not None), None)

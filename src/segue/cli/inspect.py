@@ -57,7 +57,7 @@ def inspect(
         rows = [_step_row(i, step) for i, step in enumerate(chosen.steps)]
         sys.stdout.write(render(rows, output, [f"Bucket {bucket}, in the order of a replay."]))
         return
-    notes = _breaks(buckets)
+    notes = _breaks(buckets, bool(cases))
     if unnamed := list(dict.fromkeys(text for b in buckets for text in b.unnamed)):
         notes.append(f"Outside tensors without a name, held and looked at by address: {'; '.join(unnamed)}.")
     if cases:
@@ -93,10 +93,12 @@ def _calls(handle: Any, cases: Sequence[Case]) -> list[str]:
     ]
 
 
-def _breaks(buckets: Sequence[BucketSummary]) -> list[str]:
+def _breaks(buckets: Sequence[BucketSummary], of_a_model: bool) -> list[str]:
     """The breaks of the largest bucket, equal ones counted, in words."""
     found = Counter((b.what, b.where) for b in buckets[0].breaks)
     if not any(b.breaks for b in buckets):
+        if of_a_model:
+            return ["There are no breaks: the whole forward is one graph, masks and all."]
         return ["No break point was met: everything, attention included, runs on the padded rows."]
     return [f"Break, {count} times in a bucket: {what}, called at {where}." for (what, where), count in found.items()]
 

@@ -33,7 +33,7 @@ class CallResult:
 
     def add(self, output: Any, mask: Tensor | None = None, step: str = "") -> None:
         """Note the tensors of a model's output. ``mask`` [B, T]: 0 where tokens are padding. ``step``: begins their names."""
-        for name, value in dict(output).items():
+        for name, value in handles.parts_of(output).items():
             if isinstance(value, Tensor):
                 self.outputs[step + name] = real = _real(value, mask)
                 if name == "logits" and real.dim() > 1:
@@ -65,6 +65,8 @@ def cases_of(handle: Any, call: Any = None, max_tokens: int | None = None) -> li
     if call is not None:
         return [_example(call.args, call.kwargs or {})]
     model, most = handles.model_of(handle), handles.most_tokens(handle)
+    if sentences := _of_sentences(model):
+        return sentences
     inputs = ModelInputs(model)
     if not inputs.of_text and not _is_encoder_decoder(model):
         return [_forward(f"batch of {n}", inputs.one(8, n)) for n in (1, 2, 3)]
@@ -73,18 +75,18 @@ def cases_of(handle: Any, call: Any = None, max_tokens: int | None = None) -> li
     if _is_encoder_decoder(model):
         return [_generation(f"generate after {_tokens(n)}", inputs.one(n)) for n in (lengths if inputs.of_text else [8])]
     batch = sorted({max(1, most // 9), max(1, most // 6), max(1, most // 4)})
-    if not keeps_cache(model):
+    if not keeps_cache(handle):
         sides = [_forward(f"batch, padded {'left' if left else 'right'}", inputs.padded(batch, left)) for left in (False, True)]
         return [*(_forward(_tokens(n), inputs.one(n)) for n in lengths), *sides]
     return [*_of_a_cache(model, inputs, lengths, batch), *_of_generate(model, inputs, lengths, batch)]
 
 
-def keeps_cache(model: Any) -> bool:
+def keeps_cache(handle: Any) -> bool:
     """Whether a forward gives a cache that the next one continues from."""
-    inputs = ModelInputs(model)
-    if not inputs.of_text or _is_encoder_decoder(model):
+    model = handles.model_of(handle)
+    if _of_sentences(model) or not (inputs := ModelInputs(model)).of_text or _is_encoder_decoder(model):
         return False
-    with torch.inference_mode():
+    with torch.inference_mode(), handle.untouched():
         return handles.cache_in(model(**inputs.one(1), **_known(model, use_cache=True))) is not None
 
 
@@ -97,6 +99,25 @@ def _example(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case:
         return found
 
     return Case("the example call", run)
+
+
+def _of_sentences(model: Any) -> list[Case]:
+    """Sentences alone and together, for a model that takes text and tokenizes it itself; empty for any other."""
+    name = next((name for name in ("encode", "predict") if callable(getattr(model, name, None))), None)
+    if name is None or hasattr(model, "main_input_name"):
+        return []
+    sentences = [" ".join(["the quick brown fox jumps over the lazy dog"] * n) for n in (1, 2, 5)]
+    texts = [(a, sentences[0]) for a in sentences] if name == "predict" else sentences  # a cross encoder takes pairs
+
+    def case(what: str, given: list[Any]) -> Case:
+        def run(model: Any) -> CallResult:
+            found = CallResult()
+            found.add(getattr(model, name)(given, convert_to_tensor=True, show_progress_bar=False))
+            return found
+
+        return Case(what, run)
+
+    return [*(case(f"{name}, text {i + 1} alone", [text]) for i, text in enumerate(texts)), case(f"{name}, all texts", texts)]
 
 
 def _of_a_cache(model: Any, inputs: ModelInputs, lengths: list[int], batch: list[int]) -> list[Case]:

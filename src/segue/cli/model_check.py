@@ -61,7 +61,7 @@ def check_model(handle: Any, cases: Sequence[Case], progress: Callable[[str], No
             report.rows.append(one.row())
             report.findings += one.findings
     stats = handle.stats
-    report.notes += [f"ran without graphs, {count} times: {reason}" for reason, count in sorted(stats.reasons.items())]
+    report.notes += [f"forwards without graphs: {count}, because of: {reason}" for reason, count in sorted(stats.reasons.items())]
     return report
 
 

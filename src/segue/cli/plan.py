@@ -112,9 +112,9 @@ def _measured(name: str, options: ModelOptions, ladder: Ladder) -> tuple[int, in
             raise UsageError(f"--model {name} gives a handle, whose buckets are made already: give the model itself")
         log.print(f"capturing {len(ladder)} buckets of up to {ladder.max} tokens, to measure their memory")
         found.value.capture()
-        small = _DECODE[options.compile :] if keeps_cache(handles.model_of(found.value)) else ()
+        small = _DECODE[options.compile :] if keeps_cache(found.value) else ()
     stats = found.value.stats
-    return stats.driver_bytes // len(ladder), stats.pool_bytes + found.value.scratch_bytes, small
+    return stats.driver_bytes // max(1, len(stats.buckets)), stats.pool_bytes + found.value.scratch_bytes, small
 
 
 def plans_for(lengths: Sequence[int], counts: Sequence[int], multiple_of: int = 1, also: Sequence[int] = ()) -> list[LadderPlan]:
