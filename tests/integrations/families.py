@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-Kind = Literal["decoder", "encoder", "image encoder", "speech encoder", "encoder-decoder", "speech to text", "image and text"]
+Kind = Literal[
+    "decoder", "encoder", "image encoder", "speech encoder", "encoder-decoder", "speech to text", "image and text", "image prompt"
+]
 
 VOCABULARY = 256
 WINDOW = 8
@@ -101,15 +104,19 @@ class Family:
     """One family and how its tiny model is made.
 
     ``dense``: each layer is attention and a plain or gated network of each token, so that replays must be bit-equal.
-    ``own``: fields of its configuration; ``vision``: of the part for images. ``image_tokens``: how many stand for one image.
+    ``own``: fields of its configuration; ``vision``: of the part for images. What an image prompt gives the model for each
+    image, by argument: ``image``, the shapes of floats, and ``numbers``.
     """
 
-    name: str
+    name: str  # its model_type
     kind: Kind
     dense: bool = True
     own: Mapping[str, Any] = field(default_factory=dict)
     vision: Mapping[str, Any] = field(default_factory=dict)
-    image_tokens: int = 0
+    image: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    numbers: Mapping[str, list[int]] = field(default_factory=dict)
+
+    image_tokens = 4  # of one image, in the families whose prompts have one
 
     def make(self, **changes: Any) -> Any:
         """The model in fp32, eval mode.
@@ -126,6 +133,20 @@ class Family:
         _jitter(model)
         return model
 
+    def images(self, batch: int) -> dict[str, Tensor]:
+        """What a model with eyes takes for ``batch`` prompts with an image each."""
+        numbers = {name: torch.tensor([row] * batch) for name, row in self.numbers.items()}
+        return {name: _drawn(shape, batch) for name, shape in self.image.items()} | numbers
+
+    def pixels(self, batch: int) -> Tensor:
+        """Images [batch, 3, 28, 28] for an image encoder."""
+        return _drawn((1, 3, 28, 28), batch)
+
+    def sound(self, batch: int, length: int) -> Tensor:
+        """Spectra of ``2 * length`` steps, or of a fixed number of them, for a model that hears."""
+        shape = (1, 16, 64) if self.name == "whisper" else (1, 4 * length, 16)
+        return _drawn(shape, batch)
+
 
 _AUTO: dict[Kind, str] = {
     "decoder": "AutoModelForCausalLM",
@@ -135,7 +156,13 @@ _AUTO: dict[Kind, str] = {
     "encoder-decoder": "AutoModelForSeq2SeqLM",
     "speech to text": "AutoModelForSpeechSeq2Seq",
     "image and text": "AutoModelForImageTextToText",
+    "image prompt": "AutoModelForImageTextToText",
 }
+
+
+def _drawn(shape: tuple[int, ...], batch: int) -> Tensor:
+    """Random numbers for ``batch`` items whose first dimension is ``shape[0]`` for each."""
+    return torch.randn(shape[0] * batch, *shape[1:], generator=torch.Generator().manual_seed(batch))
 
 
 def _jitter(model: Any) -> None:
@@ -241,7 +268,7 @@ def _recurrent() -> Iterator[Family]:
 
 def _encoders() -> Iterator[Family]:
     yield from _all("encoder", "bert", "roberta", "xlm-roberta", "electra", "albert", "distilbert", "modernbert", "eurobert")
-    yield from _all("encoder", "mpnet", "camembert", "nomic_bert", "esm", "deberta-v2", "roformer", "ernie", "xlm-roberta-xl", "convbert")
+    yield from _all("encoder", "mpnet", "camembert", "nomic_bert", "esm", "deberta-v2", "roformer", "ernie", "convbert")
     image = {"image_size": 28, "patch_size": 14}
     for name in ("vit", "deit", "dinov2", "siglip_vision_model", "beit", "ijepa"):
         yield Family(name, "image encoder", own=image)
@@ -253,7 +280,7 @@ def _encoder_decoders() -> Iterator[Family]:
     start = {"decoder_start_token_id": 2, "forced_eos_token_id": None}
     for name in ("bart", "mbart", "pegasus", "marian", "m2m_100", "blenderbot", "plbart", "t5", "mt5", "umt5"):
         yield Family(name, "encoder-decoder", own=start)
-    yield Family("switch_transformers", "encoder-decoder", False, start)
+    yield Family("switch_transformers", "encoder-decoder", False, {**start, "num_decoder_layers": 2, "num_sparse_decoder_layers": 1})
     audio = {"num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 64}
     nothing = {"suppress_tokens": None, "begin_suppress_tokens": None}
     yield Family("whisper", "speech to text", own={**start, **audio, **nothing})
@@ -264,11 +291,26 @@ def _image_and_text() -> Iterator[Family]:
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
     tokens = {"image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253}
     for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
-        yield Family(name, "image and text", own={"text_config": rope, **tokens}, image_tokens=4)
+        yield from _seeing(name, {"text_config": rope, **tokens}, {"pixel_values": (16, 1176)}, {"image_grid_thw": [1, 4, 4]})
     gemma = {"text_config": {"layer_types": list(_LAYERS)}, "image_token_id": 250, "image_token_index": 250}
-    yield Family("gemma3", "image and text", own={**gemma, "mm_tokens_per_image": 4}, image_tokens=4)
-    for name in ("llava", "mistral3", "internvl", "smolvlm", "idefics3", "paligemma"):
-        yield Family(name, "image and text", own={"image_token_id": 250, "image_token_index": 250}, image_tokens=4)
+    pixels = {"pixel_values": (1, 3, 28, 28)}
+    yield from _seeing("gemma3", {**gemma, "mm_tokens_per_image": 4}, pixels)
+    for name in ("llava", "paligemma"):
+        yield from _seeing(name, {"image_token_id": 250, "image_token_index": 250, "projection_dim": 64}, pixels)
+    for name in ("mistral3", "internvl", "smolvlm", "idefics3"):
+        yield Family(name, "image and text", own={"image_token_id": 250, "image_token_index": 250})
 
 
-FAMILIES: dict[str, Family] = {family.name: family for family in _families()}
+def _seeing(
+    name: str, own: dict[str, Any], image: dict[str, tuple[int, ...]], numbers: Mapping[str, list[int]] | None = None
+) -> Iterator[Family]:
+    """The same model with prompts of text, and with an image in them."""
+    yield Family(name, "image and text", own=own)
+    yield Family(name, "image prompt", own=own, image=image, numbers=numbers or {})
+
+
+def _title(family: Family) -> str:
+    return f"{family.name}, image" if family.kind == "image prompt" else family.name
+
+
+FAMILIES: dict[str, Family] = {_title(family): family for family in _families()}
