@@ -70,16 +70,28 @@ def accelerate(
     _require_transformers()
     if strategy not in _STRATEGIES:
         raise UsageError(f"strategy={strategy!r} is not one that segue.accelerate() knows: use one of {_STRATEGIES}")
+    from segue.integrations.transformers import checks
     from segue.integrations.transformers.handle import Accelerated
+    from segue.integrations.transformers.layers_handle import AcceleratedLayers
 
-    return Accelerated(
-        model,
-        max_tokens=max_tokens,
-        strategy=strategy,
-        compile=compile,
-        buckets=buckets,
-        on_failure=on_failure,
-        device=device,
+    parts, seen = checks.parts_of(model), []
+    for kind in (Accelerated,) if strategy == "prime" else (Accelerated, AcceleratedLayers):
+        try:
+            return kind(
+                model,
+                parts,
+                max_tokens=max_tokens,
+                strategy=strategy,
+                compile=compile,
+                buckets=buckets,
+                on_failure=on_failure,
+                device=device,
+            )
+        except checks.UnlikeUntouched as e:
+            seen.append(str(e))
+    raise UsageError(
+        f"{checks.describe(model)} can't be served: {'; and with its layers alone in graphs, '.join(seen)}. Run it untouched, or "
+        "capture its forward with segue.GraphRunner and mark what is not token-wise with segue.break_point."
     )
 
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from segue.capture.compiled import as_input
 from segue.capture.thread_state import current_forward_ctx
 from segue.integrations.transformers import names
 
+T = TypeVar("T")
 NAME = "segue"  # the attention implementation, while a decoder's body runs
 
 # Attributes of an initialized layer, by the dtypes and device of its keys and values and the layer's own function. None: they
@@ -95,6 +96,7 @@ class LiveContext:
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)  # the caller's mode
     fresh: bool = False  # one prompt for an empty cache, as a prime graph takes it
     reached: list[int] | None = None  # layers whose attention got here, for the probe
+    calls: Sequence[dict[str, Any]] | None = None  # what each layer is given, by name, where that was seen
     _masks: Sequence[Any] | None = None
 
     @property
@@ -157,20 +159,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, module: Any, **options: An
     forward: LiveContext = current_forward_ctx()
     if forward.implementation.swapped:
         with forward.implementation.own():
-            return _in_callers_mode(forward, query, key, value, module, options)
-    return _in_callers_mode(forward, query, key, value, module, options)
+            return in_callers_mode(forward, _attend, forward, query, key, value, module, options)
+    return in_callers_mode(forward, _attend, forward, query, key, value, module, options)
 
 
-def _in_callers_mode(
-    forward: LiveContext, query: Tensor, key: Tensor, value: Tensor, module: Any, options: dict[str, Any]
-) -> Tensor:
-    """Run attention in the caller's inference mode, since an untouched forward would fill the cache with tensors of that mode."""
+def in_callers_mode(forward: LiveContext, run: Callable[..., T], *args: Any) -> T:
+    """``run(*args)`` in the caller's inference mode: an untouched forward would fill the cache with tensors of that mode."""
     if torch.is_inference_mode_enabled() is forward.inference:
-        return _attend(forward, query, key, value, module, options)
+        return run(*args)
     guard = _torch.inference_guard(forward.inference)
     try:
         torch.set_grad_enabled(False)  # until the guard goes: leaving inference mode turns gradients on
-        return _attend(forward, query, key, value, module, options)
+        return run(*args)
     finally:
         del guard
 

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,17 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segue import _torch, _torch_modes, environment
+from segue.capture import BreakableCapture
 from segue.capture.isolation import collected_once
 from segue.capture.modes import CallerModes, modes_now
 from segue.capture.thread_state import active_forward, reference_frame
-from segue.errors import StateChangedError, UsageError
+from segue.errors import CaptureError, StateChangedError, UsageError
 from segue.integrations.transformers import checks, names, prime_admission, reasons
+from segue.integrations.transformers.argument_names import ArgumentNames
 from segue.integrations.transformers.attention import NAME, AttentionName, LiveContext, attention_forward
 from segue.integrations.transformers.base_handle import Handle
 from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.decoder_calls import DecoderCall, DecoderCallReader
 from segue.integrations.transformers.decoder_forward import Body, ForwardPatch, own_forward
+from segue.integrations.transformers.decoder_parts import DecoderParts
 from segue.integrations.transformers.default_buckets import buckets_or_default
+from segue.integrations.transformers.layer_calls import NotSeen
+from segue.integrations.transformers.module_breaks import ModuleBreaks, Recorder, TokenBreak, culprit
 from segue.integrations.transformers.prime_first_token import (
     FirstTokenGraphs,
     ModelAround,
@@ -35,6 +40,7 @@ from segue.integrations.transformers.prime_first_token import (
     is_plain_head,
 )
 from segue.integrations.transformers.prime_trunk import not_causal
+from segue.integrations.transformers.probe import PROMPT, difference, jittered, prompt
 from segue.integrations.transformers.training_modes import TrainingModes
 from segue.prime.prime_strategy import PrimeStrategy
 from segue.runner import Breakable, CapturedForward, Decision, GraphRunner, Input, Job, Ladder
@@ -45,6 +51,8 @@ from segue.runner.progress import CaptureSummary, Progress
 if TYPE_CHECKING:
     from segue.devices import Device
     from segue.runner import Stats
+
+_TRIAL = 3  # tokens of the trial capture
 
 
 class Accelerated(Handle):
@@ -57,6 +65,7 @@ class Accelerated(Handle):
     def __init__(
         self,
         model: Any,
+        parts: DecoderParts,
         *,
         max_tokens: int,
         strategy: str,
@@ -67,35 +76,36 @@ class Accelerated(Handle):
     ) -> None:
         from transformers import AttentionInterface
 
-        self._decoder = decoder = checks.decoder_of(model)
+        self._parts, self._decoder = parts, parts.decoder
+        decoder = self._decoder
         self._device = checks.device_of(decoder)
         self._forward = own_forward(decoder)
         self._modes = TrainingModes(decoder)
-        self._reader = DecoderCallReader(decoder.config, self._forward)
         self._implementation = AttentionName(m.config for m in decoder.modules() if hasattr(m, "config"))
-        self._compiled = CompiledLayers(decoder, on_failure) if compile else None
-        self._body = Body(decoder, self._forward, self._implementation, self._compiled)
-        self._layers = int(decoder.config.num_hidden_layers)
-        self._attention_module = decoder.layers[0].self_attn
+        self._compiled = CompiledLayers(parts.layers, decoder, on_failure) if compile else None
+        self._breaks = ModuleBreaks()
+        self._attention_module = parts.mixers[0].module
+        self._layers = len(parts.layers)
+        self._depth_name = names.of_config(decoder.config, "num_hidden_layers")
         self._untouched: Counter[str] = Counter()
         self._restored, self._retry = False, on_failure == "eager"
         self._one_at_a_time = threading.RLock()  # a body's attention has another name while it runs, for every thread
         self._begin(model)
         AttentionInterface.register(NAME, attention_forward)
-        self._output: Any = None  # the decoder's output type, seen in the probe
         self._prime: PrimeStrategy | None = None
-        self._probe()
+        self._asked_device = self._device if device is None else device
+        self._find_out()
         self._accept_caller_modes()
         self._strategy = _CountingBreakable()
         ladder = buckets_or_default(buckets, max_tokens, compile)
         self._prime = self._prime_strategy(strategy, ladder.max)
         self._runner = GraphRunner(
             self._body,
-            inputs={"x": Input(token_dim=0, pad=0.0), "position_ids": Input(token_dim=0, pad=0)},
+            inputs=self._inputs(),
             buckets=ladder,
             capture_ctx=self._capture_context,
             on_failure=on_failure,
-            device=self._device if device is None else device,
+            device=self._asked_device,
             strategies=[*([self._prime] if self._prime else []), self._strategy],
         )
         self._model_forward = own_forward(model)
@@ -143,15 +153,14 @@ class Accelerated(Handle):
         self._check_usable()
         if (reason := self._other_mode() or self._changed()) is not None:
             raise UsageError(f"nothing is captured, as no graph would run {reason}. Remove a hook, undo another change.")
-        ids = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         with self._one_at_a_time, torch.inference_mode(), collected_once():
-            x = self._decoder.get_input_embeddings()(ids)[0]
+            inputs, ctx = self._example(1)
             start, compiled = time.perf_counter(), self._compile_seconds
             self._compile()
-            summary = self._runner.capture(x, ids[0], ctx=self._capture_context(1))
+            summary = self._runner.capture(*inputs, ctx=ctx)
             more = []
             if not self._runner.disabled and (self._first_tokens is not None or self._prime is not None):
-                more.append(self._capture_primes(x))
+                more.append(self._capture_primes(inputs[0]))
             seconds, compiling = time.perf_counter() - start, self._compile_seconds - compiled
             if self._compiled is not None:
                 more.append(f"in all {seconds:.1f} s, of which {compiling:.1f} s compiling")
@@ -169,7 +178,7 @@ class Accelerated(Handle):
             self._check_usable()
             checks.check_mode(self._model, self._decoder)
             checks.check_hooks(self._model, self._decoder)
-            self._attention_module = self._decoder.layers[0].self_attn
+            self._attention_module = self._parts.mixers[0].module
             if self._compiled is not None:
                 self._compiled.wrap()
             self._probe()
@@ -274,6 +283,8 @@ class Accelerated(Handle):
             return self._graphed(call, self._here.run, decision)
         except StateChangedError as e:  # found while the first segment ran, which has left nothing
             return self._untouched_forward(reasons.changed(e.change, self._decoder), args, kwargs)
+        except NotSeen as e:  # before any layer ran
+            return self._untouched_forward(str(e), args, kwargs)
 
     def _serve_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the whole model: the first token of a fresh prompt by one graph, everything else by the model's own forward,
@@ -303,7 +314,7 @@ class Accelerated(Handle):
             or self._layers_to_run() != self._layers
             or not self._around.unchanged()
             or self._implementation.name != "sdpa"
-            or not_causal(self._decoder) is not None
+            or not_causal(self._parts) is not None
         ):
             return None
         decision = self._runner.admit(call.tokens, strategy=PrimeStrategy.name)
@@ -337,13 +348,13 @@ class Accelerated(Handle):
             return None
         self._model_output: Any = type(out)
         buckets = self._runner.prepare()
-        trunk = TokenTrunk(model, decoder=decoder, forward=self._forward, layers=self._compiled, rows=self._runner.ladder.max)
+        trunk = TokenTrunk(model, parts=self._parts, forward=self._forward, layers=self._compiled, rows=self._runner.ladder.max)
         recorder = buckets.recorder
         return FirstTokenGraphs(trunk, self._runner.ladder, recorder.device, recorder.pool, recorder.counters, self._retry)
 
     def _layers_to_run(self) -> Any:
         """How many layers a forward of the model runs now. ``generate(assistant_early_exit=...)`` drafts with the first few."""
-        return vars(self._decoder.config).get("num_hidden_layers")
+        return vars(self._decoder.config).get(self._depth_name)
 
     def _untouched_forward(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._untouched[reason] += 1
@@ -391,7 +402,7 @@ class Accelerated(Handle):
         kept = self._implementation
         ctx = LiveContext(call.batch, call.length, cache, make_masks, masked, function, kept, live, reached=reached)
         prime = self._prime is not None and not self._here.without_prime and self._attention_as_captured(function)
-        ctx.fresh = prime and prime_admission.is_fresh(ctx, call.position_ids, self._decoder)
+        ctx.fresh = prime and prime_admission.is_fresh(ctx, call.position_ids, self._parts)
         return ctx
 
     def _compile(self) -> None:
@@ -400,13 +411,10 @@ class Accelerated(Handle):
         if layers is None or layers.enabled:
             return
         layers.enabled, n = True, layers.tokens_to_compile_at
-        with torch.inference_mode(False), torch.no_grad():
-            x = self._decoder.get_input_embeddings().weight[:1].expand(n, -1).clone()
-            positions = torch.arange(n, device=self._device)
-        ctx = self._capture_context(n)
+        inputs, ctx = self._example(n)
         with torch.inference_mode(), active_forward(ctx), reference_frame(n, n):
             for _ in range(2):  # the second layer's inputs are what the first has made
-                self._body(x, positions)
+                self._body(*inputs)
 
     @property
     def _compile_seconds(self) -> float:
@@ -457,36 +465,121 @@ class Accelerated(Handle):
         """The strategy for fresh prompts; None where none was asked for, or ``"auto"`` meets a model without prime graphs."""
         if strategy == "breakable":
             return None
+        if self._breaks.modules and strategy == "auto":
+            return None  # a prime graph has no breaks
         try:
-            return prime_admission.strategy(self._model, self._decoder, self._forward, rows, self._compiled)
+            return prime_admission.strategy(self._model, self._parts, self._forward, rows, self._compiled)
         except UsageError:
             if strategy == "prime":
                 raise
             return None
 
-    def _probe(self) -> None:
-        """Run two short prompts, one left-padded, with and without segue's body, no graphs.
+    def _find_out(self) -> None:
+        """Set up how this decoder is run, and prove it.
 
         Raises:
-            UsageError: attention missed the break, or the results differ.
+            UnlikeUntouched: it isn't what the untouched model does.
         """
-        size = self._decoder.get_input_embeddings().num_embeddings
-        ids = torch.tensor([[0, min(1, size - 1)], [min(2, size - 1), 0]], device=self._device)
-        mask = torch.tensor([[0, 1], [1, 1]], device=self._device)
-        reached: list[int] = []
-        with torch.no_grad():
-            out = self._forward(input_ids=ids, attention_mask=mask, use_cache=True)
-            self._output = type(out)
-            call = self._reader.read((), {"input_ids": ids, "attention_mask": mask, "use_cache": True})
-            if isinstance(call, str):
-                raise UsageError(f"{type(self._model).__name__}: its forward can't be read for a probe: {call}")
-            ours = self._graphed(call, self._plain, None, reached)
-            ours, out = (checks.results(o, mask, self._reader.cache_name) for o in (ours, out))
-            checks.check_probe(self._model, reached, self._layers, ours, out)
+        self._reader = DecoderCallReader(self._decoder.config, self._forward, ArgumentNames(self._decoder).__contains__)
+        self._body = Body(self._decoder, self._forward, self._implementation, self._breaks, self._compiled)
+        self._check_whole_forward()
+        self._probe()
+        self._break_what_no_graph_holds()
 
-    def _plain(self, x: Tensor, position_ids: Tensor, ctx: LiveContext) -> Tensor:
+    def _check_whole_forward(self) -> None:
+        """Raise UnlikeUntouched if the decoder's forward isn't one that runs whole: hidden states and positions in, no mask."""
+        missing = {"inputs_embeds", "attention_mask", "position_ids", "use_cache"} - self._reader.named
+        if missing:
+            raise checks.UnlikeUntouched(f"its forward has no argument {sorted(missing)[0]}")
+
+    def _inputs(self) -> dict[str, Any]:
+        """The inputs of the body."""
+        return {"x": Input(token_dim=0, pad=0.0), "position_ids": Input(token_dim=0, pad=0)}
+
+    def _probe(self) -> None:
+        """Run short conversations with and without segue's body, no graphs.
+
+        Raises:
+            UnlikeUntouched: attention missed the break, or the results differ.
+        """
+        expected = self._expected_reach()
+
+        def untouched(given: dict[str, Any]) -> Any:
+            out = self._forward(**given)
+            self._output = type(out)
+            return out
+
+        def ours(given: dict[str, Any]) -> Any:
+            reached: list[int] = []
+            call = self._reader.read((), given)
+            if isinstance(call, str):
+                raise checks.UnlikeUntouched(f"its forward can't be read for a probe: {call}")
+            out = self._graphed(call, self._plain, None, reached)
+            if sorted(reached) != expected:
+                raise checks.UnlikeUntouched(
+                    f"attention of {self._layers} layers reached segue's break {len(reached)} times (layers "
+                    f"{sorted(set(reached))}): a layer that computes attention by itself would be frozen into the graph"
+                )
+            return out
+
+        with torch.no_grad(), jittered(self._decoder):
+            where = difference(self._forward, self._decoder, untouched, ours)
+        if where is not None:
+            raise checks.UnlikeUntouched(where)
+
+    def _expected_reach(self) -> list[int]:
+        """The layers of all breaks that a forward meets, in order."""
+        return list(range(self._layers))
+
+    def _break_what_no_graph_holds(self) -> None:
+        """Let modules run live that can't be captured, one after the other, until a trial capture goes through.
+
+        Raises:
+            UnlikeUntouched: it doesn't, and no module is to blame for it.
+        """
+        found: list[TokenBreak] = []
+        while (error := self._trial_capture()) is not None:
+            module = culprit(error, self._parts)
+            if module is None or len(found) > self._layers or module in self._breaks.modules:
+                raise checks.UnlikeUntouched(str(error)) from error
+            kept = list(self._breaks)
+            alike = [m for m in self._decoder.modules() if type(m) is type(module)]
+            found = self._token_breaks(alike)
+            self._breaks.put([*kept, *found])
+            self._body.look()
+        if found:
+            self._probe()
+
+    def _token_breaks(self, modules: Sequence[Any]) -> list[TokenBreak]:
+        recorded, (batch, length) = Recorder(modules), PROMPT
+        with torch.no_grad(), recorded.listening():
+            self._forward(**prompt(self._decoder))
+        return [
+            TokenBreak(m, recorded.arguments[m], recorded.results[m], batch, length) for m in modules if m in recorded.results
+        ]
+
+    def _trial_capture(self) -> CaptureError | None:
+        """Capture the body once, of few tokens. Returns why that failed."""
+        inputs, ctx = self._example(_TRIAL)
+        trial = BreakableCapture(device=self._asked_device, name="a trial")
+        try:
+            with torch.inference_mode(), active_forward(ctx), trial:
+                self._body(*inputs)
+        except CaptureError as e:
+            return e
+        trial.close()
+        return None
+
+    def _example(self, tokens: int) -> tuple[tuple[Any, ...], LiveContext]:
+        """Inputs of the body for one sequence of ``tokens``, and the live context of that forward."""
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=self._device)
+        with torch.inference_mode():
+            x = self._decoder.get_input_embeddings()(ids)[0]
+            return (x, ids[0]), self._capture_context(tokens)
+
+    def _plain(self, *inputs: Any, ctx: LiveContext) -> Tensor:
         with active_forward(ctx):
-            return self._body(x, position_ids)
+            return self._body(*inputs)
 
 
 class _CountingBreakable(Breakable):

@@ -10,13 +10,13 @@ from typing import Any
 
 from transformers import cache_utils, masking_utils
 
-_CACHE_NAMES = ("cache", "past_key_values")
+CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "cache_params", "layer_past")  # the cache, or a recurrent state
 
 
 def cache_name(function: Callable[..., Any]) -> str:
     """The name of the argument of ``function`` that is the KV cache: ``past_key_values`` up to 5.17, ``cache`` in 5.24."""
     parameters = inspect.signature(function).parameters
-    return next((name for name in _CACHE_NAMES if name in parameters), _CACHE_NAMES[0])
+    return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
 
 
 @functools.cache
@@ -36,6 +36,11 @@ def make_masks(config: Any, embeds: Any, attention_mask: Any, cache: Any, positi
         position_ids=position_ids,
         **{_mask_cache_name(): cache},
     )
+
+
+def of_config(config: Any, name: str) -> str:
+    """The attribute in which a config of this family keeps what all call ``name``."""
+    return getattr(config, "attribute_map", {}).get(name, name)  # type: ignore[no-any-return]
 
 
 def new_cache(config: Any) -> Any:
