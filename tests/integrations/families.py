@@ -280,7 +280,8 @@ def _encoder_decoders() -> Iterator[Family]:
     start = {"decoder_start_token_id": 2, "forced_eos_token_id": None}
     for name in ("bart", "mbart", "pegasus", "marian", "m2m_100", "blenderbot", "plbart", "t5", "mt5", "umt5"):
         yield Family(name, "encoder-decoder", own=start)
-    yield Family("switch_transformers", "encoder-decoder", False, {**start, "num_decoder_layers": 2, "num_sparse_decoder_layers": 1})
+    sparse = {"num_decoder_layers": 2, "num_sparse_decoder_layers": 1}
+    yield Family("switch_transformers", "encoder-decoder", False, {**start, **sparse})
     audio = {"num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 64}
     nothing = {"suppress_tokens": None, "begin_suppress_tokens": None}
     yield Family("whisper", "speech to text", own={**start, **audio, **nothing})

@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 warnings.simplefilter("ignore")  # of what many families do, none of which is for this table
@@ -39,12 +38,14 @@ _MEMORY = 8 * 2**30  # bytes of address space for one family
 _EXPLAINED = """\
 What `segue.accelerate` makes of tiny random models of each family, on the emulator, in fp32, beside the untouched model.
 
-`=` is bit-equal, a figure is the largest difference (relative to the largest value, where that is above 1), and tokens are always
-identical. *prefill*: logits of prompts that fill a bucket. *padded*: of prompts that don't. *chunk*: a prompt in two parts and one
-token more. *decode*: twelve greedy tokens. *batch*: prompts of several lengths in one batch, padded, logits and tokens. *beams*:
-three. *cache*: every tensor and length in the cache. *prime*: fresh prompts as one graph, or `no` where none was. *compile*: some
-of these with `compile=True`. Each cell is measured on a call that replayed, after a warm-up and a capture. An empty cell makes no
-sense for the family; `n/a`: the untouched model can't do it. What is not bit-equal, refused or untouched is explained below."""
+* `=` is bit-equal; a figure is the largest difference, relative to the largest value where that is above 1. Tokens are identical.
+* Each cell is measured on calls that replayed, after a warm-up and a capture.
+* An empty cell makes no sense for the family. `n/a`: the untouched model can't do it.
+* What is refused, untouched or wrong is explained below each table.
+
+*prefill*: logits of prompts that fill a bucket. *padded*: of prompts that don't. *chunk*: a prompt in two parts, and one token
+more. *decode*: twelve greedy tokens and their logits. *batch*: prompts of several lengths, padded. *beams*: three. *cache*: every
+tensor and number in it. *prime*: fresh prompts as one graph. *compile*: prefill, padded, decode and batch with `compile=True`."""
 
 Row = dict[str, Cell]
 
