@@ -16,7 +16,7 @@ from integrations.families import Family, Kind
 Seen = dict[str, Tensor]
 Flow = Callable[[Any], Seen]
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96)
 _FILLING = (16, 32)  # lengths that are buckets
 _PADDED = (13, 27)  # lengths that are none
 _GREEDY = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -36,10 +36,10 @@ def ids(batch: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(_FIRST_ID, _LAST_ID, (batch, length), generator=draw)
 
 
-def cache_name(out: Any) -> str | None:
-    """The key of an output that holds the cache, which is also the argument that takes it; None if it has none."""
+def cache_name(out: Any) -> str:
+    """The key of an output that holds the cache, which is also the argument that takes it; empty if it has none."""
     known = ("past_key_values", "cache", "cache_params", "state")
-    return next((name for name in known if out.get(name) is not None), None)
+    return next((name for name in known if out.get(name) is not None), "")
 
 
 def cache_parts(cache: Any) -> Seen:
@@ -106,13 +106,18 @@ class _Decoding:
         return {"input_ids": tokens * mask, "attention_mask": mask}
 
     def forward(self, model: Any, length: int) -> Seen:
-        return {"logits": model(**self.prompt(1, length)).logits}
+        """Logits and cache of one prompt."""
+        out = model(**self.prompt(1, length), use_cache=True)
+        return {"logits": out.logits} | cache_parts(out.get(cache_name(out)))
 
     def prefill(self, model: Any) -> Seen:
         return {f"logits of {n} tokens": self.forward(model, n)["logits"] for n in _FILLING}
 
     def padded(self, model: Any) -> Seen:
-        return {f"logits of {n} tokens": self.forward(model, n)["logits"] for n in _PADDED}
+        seen: Seen = {}
+        for n in _PADDED:
+            seen |= _named(f"{n} tokens", self.forward(model, n))
+        return seen
 
     def chunks(self, model: Any) -> Iterator[Any]:
         """Outputs of a prompt of 16 tokens, of 8 more on its cache, and of one more."""
@@ -121,7 +126,7 @@ class _Decoding:
         yield out
         for part in (tokens[:, 16:24], tokens[:, 24:]):
             name = cache_name(out)
-            assert name is not None, "the model returns no cache"
+            assert name, "the model returns no cache"
             out = model(input_ids=part, use_cache=True, **{name: out[name]})
             yield out
 
@@ -144,10 +149,7 @@ class _Decoding:
     def cache(self, model: Any) -> Seen:
         *_, last = self.chunks(model)
         name = cache_name(last)
-        seen = _named("in chunks", cache_parts(last[name]))
-        for n in _PADDED:
-            seen |= _named(f"{n} tokens", cache_parts(model(**self.prompt(1, n), use_cache=True)[name]))
-        return seen | _named("a padded batch", self.padded_states(model, name))
+        return _named("in chunks", cache_parts(last[name])) | _named("a padded batch", self.padded_states(model, name))
 
     def padded_states(self, model: Any, name: Any) -> Seen:
         """What a padded batch leaves in the cache, save keys and values, of which nobody reads the padding's."""
@@ -156,11 +158,9 @@ class _Decoding:
 
     def first_token(self, model: Any) -> Seen:
         """What a prime graph may serve: fresh prompts, for one row of logits and for all."""
-        seen = {}
+        seen: Seen = {}
         for n in (_FILLING[0], _PADDED[0]):
-            out = model(**self.prompt(1, n), use_cache=True)
-            name = cache_name(out)
-            seen |= {f"logits of {n} tokens": out.logits, **_named(f"{n} tokens", cache_parts(out[name] if name else None))}
+            seen |= _named(f"{n} tokens", self.forward(model, n))
         once = {**_GREEDY, "max_new_tokens": 4}
         return seen | _generated(model.generate(**self.prompt(1, _PADDED[1]), **once))
 
@@ -194,7 +194,8 @@ class _EncoderDecoder(_Decoding):
         return {name: t.flip(1) for name, t in super().padded_prompts().items()}  # encoders are padded on the right
 
     def forward(self, model: Any, length: int) -> Seen:
-        return {"logits": model(**self.prompt(1, length), decoder_input_ids=ids(1, length // 2)).logits}
+        out = model(**self.prompt(1, length), decoder_input_ids=ids(1, length // 2), use_cache=True)
+        return {"logits": out.logits} | cache_parts(out.get(cache_name(out)))
 
     def chunks(self, model: Any) -> Iterator[Any]:
         tokens, prompt = ids(1, 25), self.prompt(1, 16)
@@ -203,7 +204,7 @@ class _EncoderDecoder(_Decoding):
         yield out
         for part in (tokens[:, 16:24], tokens[:, 24:]):
             name = cache_name(out)
-            assert name is not None, "the model returns no cache"
+            assert name, "the model returns no cache"
             out = model(encoder_outputs=encoded, decoder_input_ids=part, use_cache=True, **{name: out[name]})
             yield out
 
