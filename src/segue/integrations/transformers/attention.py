@@ -186,6 +186,8 @@ def _attend(
     mask = forward.masks[layer]
     if forward.cache is not None:
         init_layer(forward.cache, layer, key, value)
+        if keeps_what_it_gets(forward.cache, layer):
+            key, value = key.clone(), value.clone()  # the next replay overwrites what the graph handed over
         key, value = forward.cache.update(key, value, layer)
     out: Tensor = forward.attention(module, query, key, value, mask, **options, **forward.live)[0]
     return out if forward.batch == 1 else out.reshape(1, forward.batch * forward.length, *out.shape[2:])
@@ -194,6 +196,12 @@ def _attend(
 def _batched(t: Tensor, batch: int, length: int) -> Tensor:
     """[1, H, B*T, D] as a [B, H, T, D] view, strided as an eager forward's is."""
     return t.view(t.shape[1], batch, length, t.shape[3]).transpose(0, 1)
+
+
+def keeps_what_it_gets(cache: Any, at: int) -> bool:
+    """Whether layer ``at`` of a cache may hold on to the very tensors that it is given."""
+    layers = getattr(cache, "layers", ())
+    return at < len(layers) and type(layers[at]) not in names.copying_cache_layers()
 
 
 def init_layer(cache: Any, at: int, key: Tensor, value: Tensor) -> None:

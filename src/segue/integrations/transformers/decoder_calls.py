@@ -50,7 +50,6 @@ class DecoderCallReader:
         self.named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
         self._open = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.cache_name = names.cache_name(forward)
-        self._layers = names.servable_cache_layers()
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DecoderCall | str:
         """The call, or the reason why it runs untouched, one of :mod:`~segue.integrations.transformers.reasons`."""
@@ -111,8 +110,7 @@ class DecoderCallReader:
         layers = getattr(cache, "layers", None)
         if layers is None or getattr(cache, "offloading", False):
             return reasons.cache_type(cache, offloaded=layers is not None)
-        strange = next((layer for layer in layers if type(layer) not in self._layers), None)
-        return None if strange is None else reasons.cache_layers(strange)
+        return None
 
 
 def requested_output(kwargs: Mapping[str, Any], config: Any) -> str | None:

@@ -26,15 +26,15 @@ class NotSeen(Exception):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ReturnLayout:
     """How a module returns its result: alone, or first in a tuple of ``width``."""
 
     width: int | None
 
     @staticmethod
-    def of(result: Any) -> Layout:
+    def of(result: Any) -> ReturnLayout:
         """The layout of what a module returned."""
-        return Layout(len(result) if isinstance(result, tuple) else None)
+        return ReturnLayout(len(result) if isinstance(result, tuple) else None)
 
     def wrap(self, first: Any) -> Any:
         """``first`` as the module would return it; the rest is None."""
@@ -67,7 +67,7 @@ class LayerStubs:
     ``layouts``: how each layer returns its result.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], layouts: Sequence[Layout]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], layouts: Sequence[ReturnLayout]) -> None:
         self._layers = list(layers)
         self._signatures = [Signature(layer) for layer in layers]
         self._layouts = list(layouts)
@@ -152,7 +152,7 @@ def from_rows(rows: Tensor, axis: int, batch: int = 1) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TokenRows:
     """An argument that holds one row a token: input ``at`` of the graphs, whose token axis is ``axis``."""
 
     at: int
@@ -160,7 +160,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ArgumentParts:
     """A tuple or list of arguments, each of which is described by itself."""
 
     kind: type
@@ -190,7 +190,7 @@ class LayerArguments:
         if axis is None or prompt.x.shape[axis] != prompt.batch:
             raise NotSeen(f"its layers get hidden states of shape {list(prompt.x.shape)}, which hasn't one row a token")
         self.axis = axis
-        self._seen: dict[int, Rows] = {}
+        self._seen: dict[int, TokenRows] = {}
         self.places: list[tuple[int, str, tuple[int, ...], int]] = []  # of each input: layer, argument, path in it, axis
         self.dtypes: list[torch.dtype] = []
         self.plans = [
@@ -214,13 +214,13 @@ class LayerArguments:
         if isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value):
             others = other if isinstance(other, tuple | list) and len(other) == len(value) else [None] * len(value)
             each = [self._plan(v, o, at, name, (*path, i)) for i, (v, o) in enumerate(zip(value, others, strict=True))]
-            return Parts(type(value), tuple(each))
+            return ArgumentParts(type(value), tuple(each))
         if isinstance(value, Tensor):
             if id(value) not in self._seen:
                 axis = self._axis(value, other)
                 if axis is None:
                     return _placeholder(name, value)
-                self._seen[id(value)] = Rows(len(self.places), axis)
+                self._seen[id(value)] = TokenRows(len(self.places), axis)
                 self.places.append((at, name, path, axis))
                 self.dtypes.append(value.dtype)
             return self._seen[id(value)]
@@ -270,8 +270,8 @@ def _placeholder(name: str, value: Tensor) -> Tensor | None:
 
 
 def _filled(plan: Any, rows: Sequence[Tensor]) -> Any:
-    if isinstance(plan, Rows):
+    if isinstance(plan, TokenRows):
         return from_rows(rows[plan.at], plan.axis)
-    if isinstance(plan, Parts):
+    if isinstance(plan, ArgumentParts):
         return plan.kind(_filled(each, rows) for each in plan.each)
     return plan

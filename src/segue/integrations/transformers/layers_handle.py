@@ -19,9 +19,9 @@ from segue.integrations.transformers.handle import Accelerated
 from segue.integrations.transformers.layer_calls import (
     LayerArguments,
     LayerStubs,
-    Layout,
     Named,
     NotSeen,
+    ReturnLayout,
     Seen,
     from_rows,
     to_rows,
@@ -115,7 +115,7 @@ class AcceleratedLayers(Accelerated):
             self._forward(**chunk)
         try:
             self._arguments = LayerArguments(_seen(recorded, layers, *PROMPT), _seen(after, layers, *_CHUNK))
-            self._stubs = LayerStubs(layers, [Layout.of(recorded.results[m]) for m in layers])
+            self._stubs = LayerStubs(layers, [ReturnLayout.of(recorded.results[m]) for m in layers])
             breaks = [MixerBreak(mixer, layers[mixer.layer], recorded, *PROMPT) for mixer in mixers.values()]
             self._breaks.put(breaks)
             self._body = LayersBody(

@@ -18,7 +18,7 @@ from segue.capture.thread_state import current_forward_ctx
 from segue.integrations.transformers.attention import LiveContext, in_callers_mode
 from segue.integrations.transformers.decoder_forward import own_forward
 from segue.integrations.transformers.decoder_parts import DecoderParts, Mixer
-from segue.integrations.transformers.layer_calls import Layout, Named, NotSeen, Signature, first_of, token_axis
+from segue.integrations.transformers.layer_calls import Named, NotSeen, ReturnLayout, Signature, first_of, token_axis
 
 
 class Recorder:
@@ -82,7 +82,7 @@ class MixerBreak:
         self._hidden = recorded.first(module)
         self._more: str | None = None
         self._live: dict[str, str] = {}  # the layer's argument that each of the module's is
-        self.layout = Layout.of(recorded.results[module])
+        self.layout = ReturnLayout.of(recorded.results[module])
         around = {k: v for k, v in recorded.arguments[layer].items() if k != recorded.first(layer)}
         for name, value in recorded.arguments[module].items():
             if name != self._hidden:

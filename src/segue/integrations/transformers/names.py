@@ -53,9 +53,11 @@ def cache_type() -> type[Any]:
     return cache_utils.DynamicCache  # type: ignore[no-any-return]
 
 
-def servable_cache_layers() -> tuple[type, ...]:
-    """The types of cache layers that a break may feed: they grow with every forward, and keep copies of what they get."""
-    return full_cache_layer(), cache_utils.DynamicSlidingWindowLayer
+@functools.cache
+def copying_cache_layers() -> frozenset[type]:
+    """The types of cache layers that are known to keep copies of what they are given."""
+    known = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
+    return frozenset(getattr(cache_utils, name) for name in known if hasattr(cache_utils, name))
 
 
 def full_cache_layer() -> type[Any]:

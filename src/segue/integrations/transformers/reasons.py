@@ -46,11 +46,6 @@ def cache_type(cache: object, offloaded: bool) -> str:
     return f"a cache of type {type(cache).__name__}" + (" that is offloaded" if offloaded else "")
 
 
-def cache_layers(layer: object) -> str:
-    """The cache has a layer of a kind that breaks can't feed."""
-    return f"a cache whose layers are {type(layer).__name__}"
-
-
 def changed(change: Change, decoder: Any) -> str:
     """Something that the decoder's code decides by is another thing than in the graphs."""
     path = change.path.removeprefix(f"{type(decoder).__qualname__}.")
