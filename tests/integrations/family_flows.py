@@ -83,7 +83,7 @@ def _named(prefix: str, seen: Seen) -> Seen:
     return {f"{prefix}: {name}": t for name, t in seen.items()}
 
 
-def _floats(out: Any) -> Seen:
+def _tensors(out: Any) -> Seen:
     """The tensors of an output."""
     return {name: value for name, value in out.items() if isinstance(value, Tensor)}
 
@@ -106,16 +106,19 @@ class _Decoding:
         return {"input_ids": tokens * mask, "attention_mask": mask}
 
     def forward(self, model: Any, length: int) -> Seen:
-        """Logits and cache of one prompt."""
+        """Every tensor of the output for one prompt, and the cache."""
         out = model(**self.prompt(1, length), use_cache=True)
-        return {"logits": out.logits} | cache_parts(out.get(cache_name(out)))
+        return _tensors(out) | cache_parts(out.get(cache_name(out)))
 
     def prefill(self, model: Any) -> Seen:
-        return {f"logits of {n} tokens": self.forward(model, n)["logits"] for n in _FILLING}
+        return self.lengths(model, _FILLING)
 
     def padded(self, model: Any) -> Seen:
+        return self.lengths(model, _PADDED)
+
+    def lengths(self, model: Any, lengths: tuple[int, ...]) -> Seen:
         seen: Seen = {}
-        for n in _PADDED:
+        for n in lengths:
             seen |= _named(f"{n} tokens", self.forward(model, n))
         return seen
 
@@ -158,11 +161,8 @@ class _Decoding:
 
     def first_token(self, model: Any) -> Seen:
         """What a prime graph may serve: fresh prompts, for one row of logits and for all."""
-        seen: Seen = {}
-        for n in (_FILLING[0], _PADDED[0]):
-            seen |= _named(f"{n} tokens", self.forward(model, n))
-        once = {**_GREEDY, "max_new_tokens": 4}
-        return seen | _generated(model.generate(**self.prompt(1, _PADDED[1]), **once))
+        seen = self.lengths(model, (_FILLING[0], _PADDED[0]))
+        return seen | _generated(model.generate(**self.prompt(1, _PADDED[1]), max_new_tokens=4, **_GREEDY))
 
     def all(self) -> dict[str, Flow]:
         columns = ("prefill", "padded", "chunk", "decode", "batch", "beams", "cache")
@@ -195,7 +195,7 @@ class _EncoderDecoder(_Decoding):
 
     def forward(self, model: Any, length: int) -> Seen:
         out = model(**self.prompt(1, length), decoder_input_ids=ids(1, length // 2), use_cache=True)
-        return {"logits": out.logits} | cache_parts(out.get(cache_name(out)))
+        return _tensors(out) | cache_parts(out.get(cache_name(out)))
 
     def chunks(self, model: Any) -> Iterator[Any]:
         tokens, prompt = ids(1, 25), self.prompt(1, 16)
@@ -246,7 +246,7 @@ class _Encoder:
     def lengths(self, model: Any, lengths: tuple[int, ...]) -> Seen:
         seen: Seen = {}
         for n in lengths:
-            seen |= _named(f"{n} tokens", _floats(model(input_ids=ids(1, n))))
+            seen |= _named(f"{n} tokens", _tensors(model(input_ids=ids(1, n))))
         return seen
 
     def batch(self, model: Any) -> Seen:
@@ -255,7 +255,7 @@ class _Encoder:
         seen: Seen = {}
         for side in ("left", "right"):
             given = prompts if side == "left" else {name: t.flip(1) for name, t in prompts.items()}
-            found = _floats(model(**given))
+            found = _tensors(model(**given))
             real = given["attention_mask"].bool()
             found = {name: t[real] if t.dim() == 3 else t for name, t in found.items() if side == "right" or t.dim() == 3}
             seen |= _named(f"padded on the {side}", found)
@@ -269,11 +269,11 @@ class _ImageEncoder(_Encoder):
     """One image and several."""
 
     def lengths(self, model: Any, lengths: tuple[int, ...]) -> Seen:
-        return _floats(model(pixel_values=self.family.pixels(1)))
+        return _tensors(model(pixel_values=self.family.pixels(1)))
 
     def batch(self, model: Any) -> Seen:
-        return _named("2 images", _floats(model(pixel_values=self.family.pixels(2)))) | _named(
-            "3 images", _floats(model(pixel_values=self.family.pixels(3)))
+        return _named("2 images", _tensors(model(pixel_values=self.family.pixels(2)))) | _named(
+            "3 images", _tensors(model(pixel_values=self.family.pixels(3)))
         )
 
     def all(self) -> dict[str, Flow]:
@@ -286,13 +286,13 @@ class _SpeechEncoder(_Encoder):
     def lengths(self, model: Any, lengths: tuple[int, ...]) -> Seen:
         seen: Seen = {}
         for n in lengths:
-            seen |= _named(f"{n} frames", _floats(model(input_values=self.wave(1, n))))
+            seen |= _named(f"{n} frames", _tensors(model(input_values=self.wave(1, n))))
         return seen
 
     def batch(self, model: Any) -> Seen:
         mask = torch.ones(3, self.samples(16), dtype=torch.long)
         mask[1, self.samples(9) :] = 0
-        return _floats(model(input_values=self.wave(3, 16) * mask, attention_mask=mask))
+        return _tensors(model(input_values=self.wave(3, 16) * mask, attention_mask=mask))
 
     def samples(self, frames: int) -> int:
         return 10 * frames + 25

@@ -7,6 +7,7 @@ second release is fetched into ``build`` once, and runs at the same time as the 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -77,6 +78,8 @@ def _measured(names: list[str]) -> Iterator[tuple[str, Row]]:
     torch.set_num_threads(1)  # a process that forks must have no others
     transformers.logging.set_verbosity_error()
     FAMILIES["llama"].make().generate(ids(1, 3), max_new_tokens=2)  # imports what each family's process would import again
+    gc.collect()
+    gc.freeze()  # each capture collects garbage, and what was imported isn't any
     for name in names:
         row = _isolated(FAMILIES[name])
         print(f"{transformers.__version__} {name}: " + _line(row), file=sys.stderr, flush=True)
