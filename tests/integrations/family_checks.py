@@ -18,10 +18,10 @@ from segue.runner import Stats
 COLUMNS = ("mechanism", "prefill", "padded", "chunk", "decode", "batch", "beams", "cache", "prime", "compile")
 
 _TOLERANCE = 1e-5  # relative to the largest value where that is above 1
-_COMPILED = ("prefill", "padded", "decode", "batch")  # flows that the column compile repeats
+_COMPILED = ("padded", "decode", "batch")  # flows that the column compile repeats
 _BREAKABLE = ("prefill", "padded", "cache")  # flows that the column prime repeats with prime graphs
 _TO_ROUNDING = ("padded", "beams", "prime", "compile")  # columns in which dense families need not be bit-equal
-_RUNS = 3  # the first call of a bucket warms it up, the second captures it
+_RUNS = 3  # at most: the first call of a bucket warms it up, the second captures it
 _LONGEST = 60  # characters of a cell
 
 
@@ -39,7 +39,7 @@ class Cell:
         return Cell(what, False, note)
 
 
-class _Mismatch(Exception):
+class Mismatch(Exception):
     """Two results that no rounding makes equal. The text says where."""
 
 
@@ -75,7 +75,7 @@ def _accelerated(family: Family, model: Any, flows: dict[str, Flow], wanted: dic
         cells = {"mechanism": Cell(_mechanism(handle))}
         for column in (column for column in COLUMNS if column in wanted and column != "prime"):
             with handle.without_prime() if column in _BREAKABLE else nullcontext():
-                cells[column] = _measure(family, column, flows[column], handle, wanted[column])
+                cells[column] = measure(family, column, flows[column], handle, wanted[column])
         if "prime" in wanted:
             cells["prime"] = _prime(family, flows["prime"], handle, wanted["prime"])
     if cells.get("prime") == Cell("no"):
@@ -91,7 +91,7 @@ def _compiled(family: Family, model: Any, flows: dict[str, Flow], wanted: dict[s
     except Exception as e:
         return Cell.fault("WRONG: accelerate raised", _said(e))
     with handle:
-        measured = [_measure(family, "compile", flows[name], handle, wanted[name]) for name in _COMPILED if name in wanted]
+        measured = [measure(family, "compile", flows[name], handle, wanted[name]) for name in _COMPILED if name in wanted]
     return max(measured, key=_badness)
 
 
@@ -105,7 +105,7 @@ def _badness(cell: Cell) -> tuple[bool, bool, float]:
 
 def _prime(family: Family, flow: Flow, handle: Any, want: Seen) -> Cell:
     before = handle.stats.strategies.get("prime", 0)
-    cell = _measure(family, "prime", flow, handle, want)
+    cell = measure(family, "prime", flow, handle, want)
     if handle.stats.strategies.get("prime", 0) == before:
         return Cell("no") if cell.ok else cell
     return cell
@@ -119,7 +119,7 @@ def _why_no_prime(model: Any) -> str:
     return 'strategy="prime" is accepted, but "auto" served no fresh prompt so'
 
 
-def _measure(family: Family, column: str, flow: Flow, handle: Any, want: Seen) -> Cell:
+def measure(family: Family, column: str, flow: Flow, handle: Any, want: Seen) -> Cell:
     """Run a flow until its buckets are captured; the last run must replay, and each must return what is wanted."""
     worst, before, after = 0.0, handle.stats, handle.stats
     for _ in range(_RUNS):
@@ -131,8 +131,10 @@ def _measure(family: Family, column: str, flow: Flow, handle: Any, want: Seen) -
         after = handle.stats
         try:
             worst = max(worst, difference(got, want))
-        except _Mismatch as e:
+        except Mismatch as e:
             return Cell.fault(f"WRONG: {e}", str(e))
+        if column != "prime" and (after.warmed, after.captured) == (before.warmed, before.captured):
+            break
     eager = after.eager - before.eager
     if eager:
         return Cell.fault(f"untouched: {_reasons(before, after)}", f"{eager} untouched forwards: {_reasons(before, after)}")
@@ -149,22 +151,22 @@ def difference(got: Seen, want: Seen) -> float:
     """The largest difference, relative to the size of the tensor where that is above 1. Whole numbers must be equal.
 
     Raises:
-        _Mismatch: there are other tensors, of another shape or dtype, or with other whole numbers or NaNs.
+        Mismatch: there are other tensors, of another shape or dtype, or with other whole numbers or NaNs.
     """
     if got.keys() != want.keys():
-        raise _Mismatch(f"{_some(got.keys() ^ want.keys())} in one of the two only")
+        raise Mismatch(f"{_some(got.keys() ^ want.keys())} in one of the two only")
     return max((_tensors_differ(name, got[name], want[name]) for name in want), default=0.0)
 
 
 def _tensors_differ(name: str, a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape or a.dtype != b.dtype:
-        raise _Mismatch(f"{name} is {list(a.shape)} {a.dtype} instead of {list(b.shape)} {b.dtype}")
+        raise Mismatch(f"{name} is {list(a.shape)} {a.dtype} instead of {list(b.shape)} {b.dtype}")
     if torch.equal(a, b) or not b.numel():
         return 0.0
     if not b.is_floating_point():
-        raise _Mismatch(f"other {name}: {a.flatten().tolist()[-16:]} instead of {b.flatten().tolist()[-16:]}")
+        raise Mismatch(f"other {name}: {a.flatten().tolist()[-16:]} instead of {b.flatten().tolist()[-16:]}")
     if not torch.equal(a.isfinite(), b.isfinite()):
-        raise _Mismatch(f"{name} has other infinite values or NaNs")
+        raise Mismatch(f"{name} has other infinite values or NaNs")
     real = b.isfinite()
     a, b = a[real].double(), b[real].double()
     return ((a - b).abs().max() / b.abs().max().clamp(min=1.0)).item() if len(b) else 0.0

@@ -20,16 +20,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-warnings.simplefilter("ignore")  # of what many families do, none of which is for this table
+import torch
+import transformers
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
-
-from integrations.families import FAMILIES, Family  # noqa: E402
-from integrations.family_checks import COLUMNS, Cell, check, shortened  # noqa: E402
-from integrations.family_flows import ids  # noqa: E402
-from segue import environment  # noqa: E402
+from integrations.families import FAMILIES, Family
+from integrations.family_checks import COLUMNS, Cell, check, shortened
+from integrations.family_flows import ids
+from segue import environment
 
 OTHER_RELEASE = "5.17.0"
 
@@ -46,7 +43,7 @@ What `segue.accelerate` makes of tiny random models of each family, on the emula
 
 *prefill*: logits of prompts that fill a bucket. *padded*: of prompts that don't. *chunk*: a prompt in two parts, and one token
 more. *decode*: twelve greedy tokens and their logits. *batch*: prompts of several lengths, padded. *beams*: three. *cache*: every
-tensor and number in it. *prime*: fresh prompts as one graph. *compile*: prefill, padded, decode and batch with `compile=True`."""
+tensor and number in it. *prime*: fresh prompts as one graph. *compile*: padded, decode and batch with `compile=True`."""
 
 Row = dict[str, Cell]
 
@@ -75,18 +72,19 @@ def main() -> None:
 
 def _measured(names: list[str]) -> Iterator[tuple[str, Row]]:
     """The rows of families in this release of transformers, one after the other."""
+    warnings.simplefilter("ignore")  # of what many families do, none of which is for this table
     torch.set_num_threads(1)  # a process that forks must have no others
     transformers.logging.set_verbosity_error()
     FAMILIES["llama"].make().generate(ids(1, 3), max_new_tokens=2)  # imports what each family's process would import again
     gc.collect()
     gc.freeze()  # each capture collects garbage, and what was imported isn't any
     for name in names:
-        row = _isolated(FAMILIES[name])
+        row = isolated(FAMILIES[name])
         print(f"{transformers.__version__} {name}: " + _line(row), file=sys.stderr, flush=True)
         yield name, row
 
 
-def _isolated(family: Family) -> Row:
+def isolated(family: Family) -> Row:
     """The row of a family, measured in a child of this process."""
     reader, writer = os.pipe()
     child = os.fork()
