@@ -420,3 +420,8 @@ def device_is_lost(error: BaseException) -> bool:
 def free_bytes(device: torch.device) -> int | None:
     """Free memory of the device in bytes; None where it isn't known."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
+def uncompiled(module: Any) -> Any:
+    """The module that ``torch.compile`` was given, where ``module`` is what it returned; otherwise ``module``."""
+    return getattr(module, "__dict__", {}).get("_modules", {}).get("_orig_mod", module)

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-DISABLED = "SEGUE=off in the environment"
-
 _PACKAGES = ("segue-graphs", "torch", "transformers", "triton", "accelerate", "gguf", "numpy")
 _NEEDS = {
     "segue.accelerate": ("transformers",),

@@ -36,7 +36,8 @@ class ReplayError(SegueError):
 
 
 class StateChangedError(ReplayError):
-    """What Python decided by at capture has changed: a submodule, a hook, an attribute, a global. ``change`` says which."""
+    """What a graph holds has changed since the capture: a submodule, a hook, an attribute, a global, or where a tensor that the
+    graph reads has its memory. ``change`` says which. Nothing that outlives the call has been written."""
 
     def __init__(self, text: str, change: Any = None) -> None:
         super().__init__(text)

@@ -46,7 +46,7 @@ def test_a_copy_of_an_accelerated_model_can_be_accelerated_and_keeps_nothing_of_
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_handle_is_not_copied_and_says_what_to_copy(copied: Any, make: Make, graphed: Make) -> None:
-    with pytest.raises(segue.SegueError, match=r"an accelerated LlamaForCausalLM can't be copied.*handle\.model"):
+    with pytest.raises(segue.SegueError, match=r"an accelerated LlamaForCausalLM can't be copied.*handle\.module"):
         copied(graphed(make()))
 
 

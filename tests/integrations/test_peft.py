@@ -138,3 +138,95 @@ def test_an_adapter_injected_into_an_accelerated_model(make: Make, graphed: Make
         plain = tuned.unload()
         assert plain is model
         torch.testing.assert_close(model(prompt).logits, before)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "breakable"])
+def test_the_handle_of_a_peft_model_is_one(strategy: str, make: Make, graphed: Make, ids: Make) -> None:
+    model, prompt = make().requires_grad_(False), ids(1, 6)
+    torch.manual_seed(1)
+    tuned = peft.get_peft_model(model, _config()).eval()
+    handle = graphed(tuned, strategy=strategy)
+    assert isinstance(handle, peft.PeftModel) and handle.module is tuned and handle.get_base_model() is model
+    greedy = {"input_ids": prompt, "max_new_tokens": 4, "do_sample": False}
+
+    def right() -> torch.Tensor:
+        got = handle.generate(**greedy)
+        with handle.untouched():
+            assert torch.equal(handle.generate(**greedy), got)
+        with torch.inference_mode():
+            return handle(input_ids=prompt).logits  # type: ignore[no-any-return]
+
+    for _ in range(3):
+        before = right()
+    replayed = handle.stats.replayed
+    assert replayed > 0 and not handle.stats.reasons
+    with handle.disable_adapter():
+        assert not torch.allclose(right(), before)
+    ((reason, _),) = handle.stats.reasons.items()
+    assert reason == "layers.0.self_attn.q_proj._disable_adapters: False -> True: recapture() takes it in"
+    torch.testing.assert_close(right(), before)
+    assert handle.stats.replayed > replayed
+    torch.manual_seed(2)
+    handle.add_adapter("second", _config(2))
+    handle.set_adapter("second")
+    assert handle.eval() is handle and handle.active_adapter == "second"
+    handle.recapture()
+    replayed = handle.stats.replayed
+    for _ in range(3):
+        assert not torch.allclose(right(), before)
+    assert handle.stats.replayed > replayed
+
+
+def test_an_adapter_on_a_handle_is_counted_and_taken_in(make: Make, graphed: Make, ids: Make, device: Any) -> None:
+    model, prompt = make(), ids(1, 6)
+    handle = graphed(model)
+    with torch.inference_mode():
+        for _ in range(3):
+            handle(prompt)
+    torch.manual_seed(1)
+    tuned = peft.get_peft_model(handle, _config()).eval()
+    with torch.inference_mode():
+        got = tuned(input_ids=prompt).logits
+        with handle.untouched():
+            assert torch.equal(tuned(input_ids=prompt).logits, got)
+    assert handle.stats.eager == 1
+    other = graphed(tuned)
+    assert other is not handle and other.module is tuned
+    with torch.inference_mode():
+        for _ in range(3):
+            torch.testing.assert_close(other(input_ids=prompt).logits, got, rtol=1e-5, atol=1e-5)
+    assert other.stats.replayed == 1 and not other.stats.reasons
+    with pytest.raises(RuntimeError, match="restored"):
+        handle.capture()
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_learned_prompts_are_served(kind: str, make: Make, graphed: Make, ids: Make) -> None:
+    torch.manual_seed(1)
+    tuned = peft.get_peft_model(make(), getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM")).eval()
+    handle = graphed(tuned)
+    with torch.inference_mode():
+        for _ in range(3):
+            got = handle(input_ids=ids(1, 6)).logits
+            with handle.untouched():
+                torch.testing.assert_close(got, tuned(input_ids=ids(1, 6)).logits, rtol=1e-5, atol=1e-5)
+    assert handle.stats.replayed == 1 and not handle.stats.reasons
+
+
+def test_an_adapter_is_trained_through_its_handle(make: Make, graphed: Make, ids: Make) -> None:
+    torch.manual_seed(1)
+    handle = graphed(peft.get_peft_model(make(), _config()).eval())
+    prompt = ids(1, 6)
+    with torch.inference_mode():
+        for _ in range(3):
+            before = handle(input_ids=prompt).logits
+    handle(input_ids=prompt, labels=prompt).loss.backward()
+    grads = [p.grad for p in handle.parameters() if p.requires_grad]
+    assert grads and all(grad is not None and grad.any() for grad in grads)
+    torch.optim.SGD(handle.parameters(), lr=1.0).step()
+    with torch.inference_mode():
+        got = handle(input_ids=prompt).logits
+        with handle.untouched():
+            torch.testing.assert_close(got, handle(input_ids=prompt).logits, rtol=1e-5, atol=1e-5)
+    assert handle.stats.reasons == {"gradients are required": 1} and not torch.allclose(got, before)
+    assert handle.stats.replayed == 2

@@ -84,7 +84,9 @@ def test_arguments_that_no_code_reads_change_nothing(make: Make, graphed: Make, 
     assert handle.stats.eager == 2
 
 
-def test_a_cache_that_keeps_the_tensors_it_is_given_is_given_its_own(make: Make, graphed: Make, ids: Make) -> None:
+def test_a_cache_that_keeps_the_tensors_it_is_given_is_given_its_own(
+    make: Make, graphed: Make, ids: Make, cache_name: str
+) -> None:
     class Keeping(DynamicLayer):
         def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if self.is_initialized:
@@ -98,14 +100,14 @@ def test_a_cache_that_keeps_the_tensors_it_is_given_is_given_its_own(make: Make,
     def prefill() -> DynamicCache:
         cache = DynamicCache(config=model.config)
         cache.layers = [Keeping() for _ in cache.layers]
-        model(ids(1, 9), **{NAME: cache}, use_cache=True)
+        model(ids(1, 9), **{cache_name: cache}, use_cache=True)
         return cache
 
     graphed(model)
     with torch.inference_mode():
         caches = [prefill() for _ in range(3)]
         kept = [[layer.keys.clone() for layer in cache.layers] for cache in caches]
-        model(ids(1, 9).flip(1), **{NAME: DynamicCache(config=model.config)}, use_cache=True)
+        model(ids(1, 9).flip(1), **{cache_name: DynamicCache(config=model.config)}, use_cache=True)
     for cache, keys in zip(caches, kept, strict=True):
         assert all(torch.equal(layer.keys, then) for layer, then in zip(cache.layers, keys, strict=True))
 

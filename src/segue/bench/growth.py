@@ -176,7 +176,7 @@ class _Bench:
     def _calls(self, accelerator: Accelerator, n: int) -> Row:
         """Milliseconds of a call of each strategy on a fresh prompt of ``n`` tokens, the two in turns."""
         kinds, timed = _ways(accelerator), self.device.traits.timing
-        prompt = FreshPrompt(accelerator.handle.model, n, calls=len(kinds) * (2 * self.times + 8) if timed else 0)
+        prompt = FreshPrompt(accelerator.handle.module, n, calls=len(kinds) * (2 * self.times + 8) if timed else 0)
         runs = {way.name: lambda way=way: way.forward(prompt.ids, prompt.caches.pop()) for way in kinds}
         taken = timing.wall_in_turns(runs, self.times) if timed else {}
         cells: Row = {}

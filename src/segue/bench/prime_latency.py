@@ -84,7 +84,7 @@ def measure(
 
 
 def _row(graphed: Any, prime: PrimeGraph, n: int, times: int) -> Row:
-    model, trunk = graphed.model, prime.trunk
+    model, trunk = graphed.module, prime.trunk
     prompt = FreshPrompt(model, n, calls=3 * times + 28 + _RECORDINGS)
 
     def breakable() -> Any:

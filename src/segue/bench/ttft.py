@@ -325,7 +325,7 @@ def _compare(graphed: Any, ids: Tensor) -> bool:
     """Whether a replay gives the reference's bits: all hidden states, the last token's logits, and the cache that was filled."""
 
     def given() -> list[Tensor]:
-        model, cache = graphed.model, names.new_cache(graphed.model.config)
+        model, cache = graphed.module, names.new_cache(graphed.module.config)
         with torch.inference_mode():
             hidden = model.base_model(ids, use_cache=True).last_hidden_state
             logits = last_logits(model, ids, cache)

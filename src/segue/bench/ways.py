@@ -91,7 +91,7 @@ class Segue(Way):
     once = True
 
     def __init__(self, name: str, accelerator: Accelerator, prime: bool) -> None:
-        super().__init__(name, accelerator.handle.model)
+        super().__init__(name, accelerator.handle.module)
         self.handle, self.seconds, self.prime = accelerator.handle, accelerator.seconds, prime
 
     def start(self, ids: Tensor, caches: list[Any]) -> float:

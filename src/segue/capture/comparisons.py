@@ -13,6 +13,7 @@ from operator import getitem, is_not
 from types import MappingProxyType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
@@ -20,7 +21,7 @@ from segue import _source_lines
 from segue.capture.context_paths import is_plain
 from segue.capture.object_graph import OF_EVERY_MODULE
 
-Kind = Literal["module", "forward", "hook", "global hook", "value"]
+Kind = Literal["module", "forward", "hook", "global hook", "value", "memory"]
 
 CONTAINERS = (dict, list, deque)
 MOST_ITEMS = 256  # of a container whose items are compared: a vocabulary decides by its size alone
@@ -35,7 +36,7 @@ class Change:
     """Something that Python read at capture and that is something else now.
 
     ``path``: its name. ``before``, ``after``: as text. ``value``: what is there now; of hooks, the hook. As text it is
-    ``layers.3.mlp.act_fn: ReLU -> Identity``.
+    ``layers.3.mlp.act_fn: ReLU -> Identity``. A tensor of the kind ``"memory"`` is held elsewhere than graphs have it.
     """
 
     kind: Kind
@@ -395,6 +396,8 @@ def _equal(a: Any, b: Any) -> bool:
     """Whether two values decide alike. A number of another type doesn't: it promotes dtypes otherwise."""
     if a is b:
         return True
+    if isinstance(a, str) and isinstance(b, torch.dtype):
+        return a == str(b).removeprefix("torch.")  # a config that is saved is given the name of its dtype
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):

@@ -21,7 +21,7 @@ from segue.capture.context_paths import ContextMap, DeepContext, Path, getter, s
 from segue.capture.object_graph import Place
 from segue.capture.places import Places
 from segue.capture.thread_state import state
-from segue.errors import CaptureError, ReplayError
+from segue.errors import CaptureError, ReplayError, StateChangedError
 
 _data_ptr = Tensor.data_ptr
 
@@ -187,8 +187,8 @@ class Externals:
         """Check that everything a segment baked is where it was, and what Python decided by as it was.
 
         Raises:
-            ReplayError: something was re-pointed, resized or freed; names it and the line that reads it. StateChangedError: a
-                submodule, hook, attribute or global is another one.
+            StateChangedError: something was re-pointed, resized or freed, and the line that reads it; or a submodule, hook,
+                attribute or global is another one. ReplayError: a tensor of the context is another one.
         """
         self.check_first()
         self.check_rest()
@@ -244,7 +244,7 @@ class _AddressCheck:
         self._pointers = self._pointers_now()
 
     def check(self) -> None:
-        """Raise ReplayError if something was re-pointed, resized or freed."""
+        """Raise StateChangedError if something was re-pointed, resized or freed."""
         try:
             there = self._pointers_now() == self._pointers
         except (KeyError, IndexError, TypeError, RuntimeError):  # a place holds nothing, or no tensor, any more
@@ -259,7 +259,7 @@ class _AddressCheck:
         held: Iterable[Any] = map(getitem, self._holders, self._keys)
         return list(map(_data_ptr, held))
 
-    def _moved(self) -> ReplayError:
+    def _moved(self) -> StateChangedError:
         pointers = iter(self._pointers)
         for place, external in self._items:
             if _pointer(place.get()) != next(pointers):
@@ -287,10 +287,11 @@ def _pointer(value: Any) -> int | None:
     return value.data_ptr() if isinstance(value, Tensor) else None
 
 
-def _repointed(name: str, external: External, remedy: str) -> ReplayError:
-    return ReplayError(
+def _repointed(name: str, external: External, remedy: str) -> StateChangedError:
+    return StateChangedError(
         f"{name}, used by {external.op} at {external.where}, has other memory than at capture (re-pointed, resized or freed). "
-        f"The graph would go on with the old values. Change values in place (copy_), or {remedy}."
+        f"The graph would go on with the old values. Change values in place (copy_), or {remedy}.",
+        Change("memory", name, "the memory of the capture", "other memory"),
     )
 
 

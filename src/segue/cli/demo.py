@@ -55,12 +55,12 @@ def demo(
 
 def _row(graphed: Any, case: demo_prompts.PromptCase, tokenizer: Any, tokens: int) -> dict[str, Any]:
     with graphed.untouched():
-        want = generate(graphed.model, case, tokens)
+        want = generate(graphed.module, case, tokens)
     before = graphed.stats
     start = case.ids.shape[1]
     verdicts = []
     for some in (min(_FIRST, tokens), min(_FIRST, tokens), tokens):
-        got = generate(graphed.model, case, some)
+        got = generate(graphed.module, case, some)
         verdicts.append(verdict(want[:, : start + some], got, start))
     after = graphed.stats
     length = start - case.chunk
@@ -113,10 +113,10 @@ def _timings(graphed: Any, case: demo_prompts.PromptCase, tokens: int) -> dict[s
 
     def first() -> None:
         with torch.inference_mode():
-            graphed.model(case.ids, attention_mask=case.mask, use_cache=True, logits_to_keep=1)
+            graphed.module(case.ids, attention_mask=case.mask, use_cache=True, logits_to_keep=1)
 
     def all_of_them() -> None:
-        generate(graphed.model, case, tokens)
+        generate(graphed.module, case, tokens)
 
     with graphed.untouched():
         ttft, total = _seconds(first, 5), _seconds(all_of_them, 2)

@@ -8,12 +8,9 @@ from typing import Any
 
 from segue.errors import InputError, UsageError
 from segue.runner.ladder import Ladder
+from segue.runner.reasons import NO_BUCKET, NO_REQUEST_BUCKET, PADDING
 
 EAGER = "eager"
-NO_BUCKET = "no bucket fits"
-PADDING = "max_padding"
-OTHER_SIZE = "an input of another size than in the first call"
-TRACED = "inside torch.jit.trace, which would record one replay's numbers"
 FITS = "smallest bucket that fits"
 
 
@@ -75,7 +72,7 @@ class Admission:
         if self.requests is not None and requests >= 0:
             row = self.requests.bucket_for(requests)
             if row is None:
-                return Decision(None, EAGER, "no request bucket fits")
+                return Decision(None, EAGER, NO_REQUEST_BUCKET)
         limit = self.max_padding
         if limit is not None and bucket - tokens > (limit if isinstance(limit, int) else limit * bucket):
             return Decision(None, EAGER, PADDING)

@@ -15,9 +15,10 @@ from segue.runner.admission import Decision
 from segue.runner.bucket_recorder import BucketRecorder, may_capture
 from segue.runner.calls import Call, Key
 from segue.runner.captured_bucket import CapturedBucket
-from segue.runner.memory_budget import OVER_BUDGET, Cost, MemoryBudget, mib
+from segue.runner.memory_budget import Cost, MemoryBudget, mib
 from segue.runner.module_guard import ModuleGuard
 from segue.runner.outputs import Layout, Lease, Signature
+from segue.runner.reasons import FAILED, INSIDE, OUT_OF_MEMORY, OVER_BUDGET, VARIANTS
 from segue.runner.replay_verifier import ReplayVerifier
 from segue.runner.strategy import Strategy
 
@@ -27,10 +28,6 @@ Slot = tuple[Key, int | None, int | None]  # variant, bucket, request bucket
 Route = tuple[Key, int, int, str, tuple[int | None, int | None] | None]
 
 _MOST_ROUTES = 8192
-FAILED = "a failed capture"
-INSIDE = "inside another forward, where nothing can be captured"
-OUT_OF_MEMORY = "a failed capture: out of memory"
-VARIANTS = "too many variants"
 
 
 class RunsEager(Exception):

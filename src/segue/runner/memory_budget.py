@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-OVER_BUDGET = "memory_budget"  # the reason, in counters
-
 
 @dataclass(frozen=True)
 class Cost:

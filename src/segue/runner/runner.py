@@ -19,7 +19,7 @@ from segue.capture.thread_state import state as thread
 from segue.devices import Device, Pool
 from segue.errors import NoBucketError, UsageError, no_copy
 from segue.runner import options
-from segue.runner.admission import EAGER, OTHER_SIZE, TRACED, Admission, Decision
+from segue.runner.admission import EAGER, Admission, Decision
 from segue.runner.bucket_recorder import BucketRecorder, run_eager
 from segue.runner.buckets import Buckets, Route, RunsEager
 from segue.runner.calls import Binder, Call
@@ -31,6 +31,7 @@ from segue.runner.module_guard import ModuleGuard
 from segue.runner.outputs import Lease, Outputs
 from segue.runner.precapture import Precapture, example_call
 from segue.runner.progress import CaptureSummary
+from segue.runner.reasons import DISABLED, OTHER_SIZE, TRACED
 from segue.runner.replay_verifier import ReplayVerifier
 from segue.runner.stats import Counters, Stats
 from segue.runner.strategy import Breakable, Strategy
@@ -290,7 +291,7 @@ class GraphRunner:
     def _serve(self, call: Call, given: Decision | None, route: Route, buckets: Buckets) -> Any:
         """Answer a call whose route is not known yet. :meth:`Buckets.serve` has the protocol of the bucket that takes it."""
         if self.disabled:
-            return self._eager(call, environment.DISABLED)
+            return self._eager(call, DISABLED)
         if _torch.is_tracing():  # sizes are tensors then, so that no route is known
             return self._fall_back(call, TRACED)
         if call.unlike is not None:

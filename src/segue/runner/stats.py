@@ -64,6 +64,11 @@ class Counters:
         """The counter of a bucket's replays by a strategy."""
         return self.replays.setdefault((strategy, bucket), Replays())
 
+    def go_on_from(self, earlier: Counters) -> None:
+        """Take the counts of ``earlier``, which isn't counted in any more."""
+        for name in Counters.__slots__:
+            setattr(self, name, getattr(earlier, name))
+
     def served(self, bucket: int, tokens: int) -> None:
         """Count a call of ``tokens`` tokens that a bucket served by a warm-up or capture."""
         self.rows += bucket

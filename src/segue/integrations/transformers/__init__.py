@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from segue import environment
 from segue.errors import UsageError
-from segue.integrations.transformers.base_handle import DisabledHandle
+from segue.integrations.transformers.base_handle import DisabledHandle, Handle
 from segue.runner import Ladder
+from segue.runner.options import ladder
 
 if TYPE_CHECKING:
     from segue.devices import Device
-    from segue.integrations.transformers.base_handle import Handle
 
 __all__ = ["accelerate"]
 
@@ -66,32 +66,40 @@ def accelerate(
             attention that never reaches the break, a result that differs from the untouched model's.
     """
     if environment.disabled():
-        return DisabledHandle(model)
+        return model if isinstance(model, Handle) else DisabledHandle(model)
     _require_transformers()
     if strategy not in _STRATEGIES:
         raise UsageError(f"strategy={strategy!r} is not one that segue.accelerate() knows: use one of {_STRATEGIES}")
     from segue.integrations.transformers import checks
     from segue.integrations.transformers.handle import Accelerated
     from segue.integrations.transformers.layers_handle import AcceleratedLayers
+    from segue.integrations.transformers.serving_handle import handle_of
+    from segue.integrations.transformers.wrapped_models import served_in, whole_of
 
-    parts, seen = checks.parts_of(model), []
+    whole = whole_of(model)
+    served = served_in(whole)
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "strategy": strategy,
+        "compile": compile,
+        "buckets": buckets if buckets is None else ladder("buckets", buckets),
+        "on_failure": on_failure,
+        "device": device,
+    }
+    before = handle_of(served)
+    if before is not None and before.module is whole:
+        return before.with_options(**options)
+    if before is not None:  # the same model with something else around it
+        before.restore()
+    parts, seen = checks.parts_of(served), []
     for kind in (Accelerated,) if strategy == "prime" else (Accelerated, AcceleratedLayers):
         try:
-            return kind(
-                model,
-                parts,
-                max_tokens=max_tokens,
-                strategy=strategy,
-                compile=compile,
-                buckets=buckets,
-                on_failure=on_failure,
-                device=device,
-            )
+            return kind(whole, served, parts, **options)
         except checks.UnlikeUntouched as e:
             seen.append(str(e))
     raise UsageError(
-        f"{checks.describe(model)} can't be served: {'; and with its layers alone in graphs, '.join(seen)}. Run it untouched, or "
-        "capture its forward with segue.GraphRunner and mark what is not token-wise with segue.break_point."
+        f"{checks.describe(served)} can't be served: {'; and with its layers alone in graphs, '.join(seen)}. Run it untouched, "
+        "or capture its forward with segue.GraphRunner and mark what is not token-wise with segue.break_point."
     )
 
 

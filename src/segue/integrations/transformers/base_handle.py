@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
+from types import MethodType, TracebackType
 from typing import Any, Self, SupportsIndex
 
 from torch import nn
 
-from segue import environment
 from segue.errors import no_copy
+from segue.integrations.transformers import handle_report
 from segue.runner import CaptureSummary, Stats
-from segue.runner.memory_budget import mib
+from segue.runner.reasons import DISABLED
 from segue.runner.stats import Counters
 
 
@@ -27,33 +28,45 @@ class _Here(threading.local):
 
 
 class Handle(ABC):
-    """A transformers model whose decoder replays captured graphs. Calls, and attributes that it hasn't itself, go to the model.
+    """A transformers model that replays captured graphs. Calls, and attributes that it hasn't itself, go to the model.
 
-    :func:`segue.accelerate` returns one. As a context manager it restores the model at the end.
+    :func:`segue.accelerate` returns one. To code that asks, it is of the model's class, and methods of the model that return the
+    model return the handle. As a context manager it restores the model at the end.
     """
 
-    _model: Any
+    _module: Any
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The model's, so that ``isinstance(handle, PreTrainedModel)`` holds."""
+        return type(object.__getattribute__(self, "__dict__").get("_module", self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model(*args, **kwargs)
+        return self._module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_model", "_here"):  # not set yet, since the model was refused
+        if name in ("_module", "_here"):  # not set yet, since the model was refused
             raise AttributeError(name)
-        return getattr(self._model, name)
+        value = getattr(self._module, name)
+        if type(value) is MethodType and value.__self__ is self._module:
+            return MethodType(_giving(self, value.__func__), self._module)
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
             object.__setattr__(self, name, value)
         else:
-            setattr(self._model, name, value)
+            setattr(self._module, name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self._model)})
+        return sorted({*dir(type(self)), *dir(self._module)})
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        who = f"the handle of an accelerated {type(self._model).__name__}"
-        raise no_copy(who, "Copy or pickle handle.model, and accelerate the copy.")
+        who = f"the handle of an accelerated {type(self._module).__name__}"
+        raise no_copy(who, "Copy or pickle handle.module, and accelerate the copy.")
+
+    def __repr__(self) -> str:
+        return handle_report.line(self)
 
     def __enter__(self) -> Self:
         return self
@@ -62,9 +75,9 @@ class Handle(ABC):
         self.restore()
 
     @property
-    def model(self) -> Any:
-        """The transformers model itself."""
-        return self._model
+    def module(self) -> Any:
+        """The whole model itself, without segue's names around it."""
+        return self._module
 
     @property
     @abstractmethod
@@ -77,7 +90,8 @@ class Handle(ABC):
 
     @abstractmethod
     def recapture(self) -> None:
-        """Drop every graph, so that each bucket is captured anew. Needed after weights moved or modules were replaced."""
+        """Drop every graph and look at the model anew, so that each bucket is captured again. It takes in what has changed:
+        weights that moved or were replaced, modules, hooks and modes."""
 
     @abstractmethod
     def graphs_of(self, tokens: int) -> tuple[int | None, int, int]:
@@ -92,22 +106,25 @@ class Handle(ABC):
         self.restore()
 
     def report(self) -> str:
-        """A Markdown table: counts, strategies, buckets, padding, memory and the reasons for what ran untouched."""
-        stats = self.stats
-        rows = [
-            ("warm-ups (first call of a bucket)", str(stats.warmed)),
-            ("captured (second call)", str(stats.captured)),
-            ("replayed", str(stats.replayed)),
-            *((f"replayed: {name}", str(count)) for name, count in sorted(stats.strategies.items())),
-            ("untouched (eager)", str(stats.eager)),
-            *((f"untouched: {reason}", str(count)) for reason, count in sorted(stats.reasons.items())),
-            ("buckets with a graph", ", ".join(map(str, stats.buckets)) or "none"),
-            ("padded rows", f"{stats.padding_share:.1%}"),
-            ("graph memory", mib(stats.pool_bytes)),
-            ("scratch caches of prime graphs", mib(self.scratch_bytes)),
-        ]
-        name = type(self._model).__name__
-        return "\n".join([f"| {name} | |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in rows)])
+        """What was replayed, what ran eager and what to change about that, what runs live between graphs, buckets and memory, in
+        Markdown.
+        """
+        return handle_report.report(self)
+
+    @property
+    def strategies(self) -> Mapping[str, str]:
+        """How forwards are served, by name of the strategy: empty where it is used, otherwise why this model can't have it."""
+        return {}
+
+    @property
+    def boundaries(self) -> tuple[str, ...]:
+        """What runs live before, between and after the graphs, in words."""
+        return ()
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the scratch caches that prime graphs fill, beside the graphs' own memory."""
+        return 0
 
     def untouched(self) -> AbstractContextManager[Any]:
         """Within this block, in this thread, the model runs its own forward, uncounted: what segue's results must equal."""
@@ -130,13 +147,9 @@ class Handle(ABC):
         """
         return self._with("run", run)
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of the scratch caches that prime graphs fill, beside the graphs' own memory."""
-        return 0
-
-    def _begin(self, model: Any) -> None:
-        self._model, self._here = model, _Here()
+    def _begin(self, module: Any, model: Any) -> None:
+        """What it has before it looks at the model. ``module``: what calls go to. ``model``: the transformers model in it."""
+        self._module, self._model, self._here, self._counters = module, model, _Here(), Counters()
 
     def _reference(self) -> Callable[..., Any] | None:
         return None
@@ -146,9 +159,20 @@ class Handle(ABC):
         before = getattr(self._here, option)
         setattr(self._here, option, value)
         try:
-            yield self._model
+            yield self._module
         finally:
             setattr(self._here, option, before)
+
+
+def _giving(handle: Handle, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of the model's that gives the handle where it would give the model, so that ``handle.eval()`` is a handle."""
+
+    @functools.wraps(method)
+    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(model, *args, **kwargs)
+        return handle if result is model else result
+
+    return call
 
 
 class DisabledHandle(Handle):
@@ -157,10 +181,10 @@ class DisabledHandle(Handle):
     It stays disabled when the environment changes.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._begin(model)
-        self._counters = Counters()
-        base = getattr(model, "base_model", model)
+    def __init__(self, module: Any) -> None:
+        self._begin(module, module)
+        inner = module.get_base_model() if hasattr(module, "get_base_model") else module  # of an adapter, which calls its forward
+        base = getattr(inner, "base_model", inner)
         self._hook = base.register_forward_pre_hook(self._counted) if isinstance(base, nn.Module) else None
 
     @property
@@ -185,4 +209,4 @@ class DisabledHandle(Handle):
 
     def _counted(self, module: nn.Module, args: Any) -> None:
         if not self._here.untouched:
-            self._counters.fell_back(environment.DISABLED)
+            self._counters.fell_back(DISABLED)

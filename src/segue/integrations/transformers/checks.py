@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from segue import _source_lines
 from segue.capture.decisions import acting_hooks
@@ -14,7 +14,6 @@ from segue.errors import UsageError
 from segue.integrations.transformers import decoder_parts
 from segue.integrations.transformers.decoder_forward import ForwardPatch
 from segue.integrations.transformers.decoder_parts import DecoderParts
-from segue.integrations.transformers.training_modes import TrainingModes
 
 
 class UnlikeUntouched(UsageError):
@@ -40,10 +39,22 @@ def parts_of(model: Any) -> DecoderParts:
             f"{describe(model)}: no module of it hands a KV cache or recurrent state to a list of layers, so it has no decoder. "
             "Capture its forward with segue.GraphRunner and mark what is not token-wise with segue.break_point."
         )
-    check_mode(model, parts.decoder)
-    check_hooks(model, parts.decoder)
     if isinstance(parts.decoder.__dict__.get("forward"), ForwardPatch):
         raise UsageError(f"{describe(model)} is accelerated already: call restore() on the handle of the first time")
+    return parts
+
+
+def parts_now(model: Any, decoder: Any) -> DecoderParts:
+    """The parts of ``decoder``, that of ``model``, as it is now.
+
+    Raises:
+        UsageError: it can't be captured as it is; says why.
+    """
+    check_mode(model, decoder)
+    check_hooks(model, decoder)
+    parts = decoder_parts.parts_of(decoder)
+    if parts is None or parts.decoder is not decoder:
+        raise UsageError(f"{describe(model)}: {type(decoder).__name__} has no layers that take a cache any more")
     return parts
 
 
@@ -62,31 +73,7 @@ def device_of(decoder: nn.Module) -> torch.device:
     return torch.device(devices[0])
 
 
-def refuse_training(modes: TrainingModes) -> None:
-    """Raise UsageError if the decoder, or a module in it that then computes something else, is in training mode."""
-    who = modes.training()
-    if who is not None:
-        raise _in_training(who)
 
-
-def refuse_gradients(decoder: nn.Module, embeds: Tensor | None) -> None:
-    """Raise UsageError if this forward would have to record gradients."""
-    if not torch.is_grad_enabled():
-        return
-    if (embeds is not None and embeds.requires_grad) or any(p.requires_grad for p in decoder.parameters()):
-        raise UsageError(
-            f"a forward of {type(decoder).__name__} with gradients required: graphs record none, and a loss "
-            "would have no way back. Call it under torch.inference_mode() or torch.no_grad(), or restore() to train it."
-        )
-
-
-def refuse_moved(decoder: nn.Module, weight: Tensor, device: torch.device) -> None:
-    """Raise UsageError if the model has left the device its graphs are on."""
-    if weight.device != device:
-        raise UsageError(
-            f"{type(decoder).__name__} was accelerated on {device} and is now on {weight.device}: its graphs "
-            "read the old weights. Move it back, or restore() it, move it, and accelerate it anew."
-        )
 
 
 def check_mode(model: nn.Module, decoder: nn.Module) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segue import _torch, _torch_modes, environment
+from segue import _torch, _torch_modes
 from segue.capture import BreakableCapture
 from segue.capture.isolation import collected_once
 from segue.capture.modes import CallerModes, modes_now
@@ -22,7 +20,6 @@ from segue.errors import CaptureError, StateChangedError, UsageError
 from segue.integrations.transformers import checks, names, prime_admission, reasons
 from segue.integrations.transformers.argument_names import ArgumentNames
 from segue.integrations.transformers.attention import NAME, AttentionName, LiveContext, attention_forward
-from segue.integrations.transformers.base_handle import Handle
 from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.decoder_calls import DecoderCall, DecoderCallReader
 from segue.integrations.transformers.decoder_forward import Body, ForwardPatch, own_forward
@@ -41,12 +38,14 @@ from segue.integrations.transformers.prime_first_token import (
 )
 from segue.integrations.transformers.prime_trunk import not_causal
 from segue.integrations.transformers.probe import PROMPT, difference, jittered, prompt
+from segue.integrations.transformers.serving_handle import ServingHandle
 from segue.integrations.transformers.training_modes import TrainingModes
+from segue.integrations.transformers.weights import Weights
 from segue.prime.prime_strategy import PrimeStrategy
 from segue.runner import Breakable, CapturedForward, Decision, GraphRunner, Input, Job, Ladder
-from segue.runner.admission import TRACED
 from segue.runner.memory_budget import mib
 from segue.runner.progress import CaptureSummary, Progress
+from segue.runner.reasons import DISABLED, Reason, remedy_of
 
 if TYPE_CHECKING:
     from segue.devices import Device
@@ -55,17 +54,24 @@ if TYPE_CHECKING:
 _TRIAL = 3  # tokens of the trial capture
 
 
-class Accelerated(Handle):
+class Accelerated(ServingHandle):
     """The handle of a model whose decoder is captured. :func:`segue.accelerate` says what its arguments are.
 
-    A call of the decoder goes to :meth:`_serve`, which reads it, asks the runner for a bucket, and runs the untouched forward
-    with a reason where graphs can't serve it. What graphs serve goes to :meth:`_graphed`.
+    A call of the decoder goes to :meth:`_serve_alone`, which reads it, asks the runner for a bucket, and runs the untouched
+    forward with a reason where graphs can't serve it. What graphs serve goes to :meth:`_graphed`.
     """
 
-    def __init__(
+    def __init__(self, module: Any, model: Any, parts: DecoderParts, **options: Any) -> None:
+        self._decoder = decoder = parts.decoder
+        self._forward, self._model_forward = own_forward(decoder), own_forward(model)
+        self._begin_with(module, model, options)
+        self._patches = [ForwardPatch(decoder, self._serve)]
+        self._may_serve_model = model is not decoder and has_own_forward(model)
+        self._set_up(**options)
+        self._take_over()
+
+    def _set_up(
         self,
-        model: Any,
-        parts: DecoderParts,
         *,
         max_tokens: int,
         strategy: str,
@@ -76,10 +82,12 @@ class Accelerated(Handle):
     ) -> None:
         from transformers import AttentionInterface
 
-        self._parts, self._decoder = parts, parts.decoder
-        decoder = self._decoder
+        model, decoder = self._model, self._decoder
+        checks.check_mode(model, decoder)
+        checks.check_hooks(model, decoder)
+        self._parts = parts = checks.parts_now(model, decoder)
         self._device = checks.device_of(decoder)
-        self._forward = own_forward(decoder)
+        self._weights = Weights(decoder, self._device, live=(decoder.get_input_embeddings(),))
         self._modes = TrainingModes(decoder)
         self._implementation = AttentionName(m.config for m in decoder.modules() if hasattr(m, "config"))
         self._compiled = CompiledLayers(parts.layers, decoder, on_failure) if compile else None
@@ -87,11 +95,9 @@ class Accelerated(Handle):
         self._attention_module = parts.mixers[0].module
         self._layers = len(parts.layers)
         self._depth_name = names.of_config(decoder.config, "num_hidden_layers")
-        self._untouched: Counter[str] = Counter()
-        self._restored, self._retry = False, on_failure == "eager"
-        self._one_at_a_time = threading.RLock()  # a body's attention has another name while it runs, for every thread
-        self._begin(model)
+        self._retry = on_failure == "eager"
         AttentionInterface.register(NAME, attention_forward)
+        self._why_not: dict[str, str] = {}  # strategies that this model can't have
         self._prime: PrimeStrategy | None = None
         self._asked_device = self._device if device is None else device
         self._find_out()
@@ -99,7 +105,7 @@ class Accelerated(Handle):
         self._strategy = _CountingBreakable()
         ladder = buckets_or_default(buckets, max_tokens, compile)
         self._prime = self._prime_strategy(strategy, ladder.max)
-        self._runner = GraphRunner(
+        runner = GraphRunner(
             self._body,
             inputs=self._inputs(),
             buckets=ladder,
@@ -108,32 +114,29 @@ class Accelerated(Handle):
             device=self._asked_device,
             strategies=[*([self._prime] if self._prime else []), self._strategy],
         )
-        self._model_forward = own_forward(model)
-        self._model_cache_name = names.cache_name(model.forward)
-        self._patches = [ForwardPatch(decoder, self._serve)]
-        self._serves_model = self._prime is not None and model is not decoder and has_own_forward(model)
-        if self._serves_model:
-            self._patches.append(ForwardPatch(model, self._serve_model))
+        self._count_on(runner)
+        self._model_cache_name = names.cache_name(self._model_forward)
+        if self._prime is not None and self._may_serve_model and len(self._patches) == 1:
+            self._patches = [*self._patches, ForwardPatch(model, self._serve_model)]
         self._first_tokens = self._first_token_graphs()
         self._around = ModelAround(model, decoder, self._patches[0])
-        for patch in self._patches:
-            patch.apply()
-
-    @property
-    def runner(self) -> GraphRunner:
-        """The runner of the decoder's body."""
-        return self._runner
 
     @property
     def stats(self) -> Stats:
         """The runner's counts, with the forwards that ran untouched under ``eager`` and ``reasons``, and all graphs' buckets."""
         stats = self._runner.stats
-        reasons = Counter(stats.reasons)
-        reasons.update(self._untouched)
-        eager = stats.eager + self._untouched.total()
         first = () if self._first_tokens is None else self._first_tokens.captured
-        buckets = tuple(sorted({*stats.buckets, *first}))
-        return dataclasses.replace(stats, eager=eager, reasons=dict(reasons), buckets=buckets)
+        return dataclasses.replace(stats, buckets=tuple(sorted({*stats.buckets, *first})))
+
+    @property
+    def strategies(self) -> Mapping[str, str]:
+        """How forwards are served, by name of the strategy: empty where it is used, otherwise why this model can't have it."""
+        return {"breakable": "", "prime": "", "first token": "", **self._why_not}
+
+    @property
+    def boundaries(self) -> tuple[str, ...]:
+        """What runs live before, between and after the graphs, in words."""
+        return "embedding", f"attention and KV cache of {self._layers} layers", "head"
 
     @property
     def scratch_bytes(self) -> int:
@@ -150,9 +153,8 @@ class Accelerated(Handle):
             UsageError: the handle was restored, the model is in training mode or on another device, or something was done to
                 its modules that no graph would run.
         """
-        self._check_usable()
-        if (reason := self._other_mode() or self._changed()) is not None:
-            raise UsageError(f"nothing is captured, as no graph would run {reason}. Remove a hook, undo another change.")
+        self._refuse_restored()
+        self._refuse_as_it_is()
         with self._one_at_a_time, torch.inference_mode(), collected_once():
             inputs, ctx = self._example(1)
             start, compiled = time.perf_counter(), self._compile_seconds
@@ -168,61 +170,33 @@ class Accelerated(Handle):
                 Progress(0, self._runner.progress).close("; ".join(more))
             return dataclasses.replace(summary, seconds=seconds, compile_seconds=compiling)
 
-    def recapture(self) -> None:
-        """Drop every graph, so that each bucket is captured anew. Needed after weights moved or modules were replaced.
-
-        Raises:
-            UsageError: the handle was restored, or the model as it is now can't be served; says why.
-        """
-        with self._one_at_a_time:
-            self._check_usable()
-            checks.check_mode(self._model, self._decoder)
-            checks.check_hooks(self._model, self._decoder)
-            self._attention_module = self._parts.mixers[0].module
-            if self._compiled is not None:
-                self._compiled.wrap()
-            self._probe()
-            self._body.look()
-            self._modes = TrainingModes(self._decoder)
-            self._runner.recapture()
-            if self._first_tokens is not None:
-                self._first_tokens.close()
-            self._first_tokens = self._first_token_graphs()
-            self._around = ModelAround(self._model, self._decoder, self._patches[0])
-            self._strategy.captured.clear()
-            self._accept_caller_modes()
-
     def graphs_of(self, tokens: int) -> tuple[int | None, int, int]:
         """The bucket of a forward of ``tokens`` tokens, its segments and its breaks; 0 and 0 before its capture."""
         bucket = self._runner.admit(tokens).bucket
         return bucket, *self._strategy.captured.get(bucket or 0, (0, 0))
 
-    def restore(self) -> None:
-        """Give the model its own forward back and free the graphs. May be called again."""
-        if self._restored:
-            return
-        self._restored = True
-        for patch in self._patches:
-            patch.undo()
-        if self._first_tokens is not None:
-            self._first_tokens.close()
-        self._runner.close()
+    def _owners(self) -> Sequence[Any]:
+        return [owner for owner in (self._first_tokens, self._runner) if owner is not None]
 
     def _reference(self) -> Callable[..., Any]:
         return self._runner.reference
 
-    def _changed(self) -> str | None:
+    def _refuse_as_it_is(self) -> None:
+        """Raise UsageError if no graph could serve the model as it is now."""
+        reason = self._unservable()
+        if reason is not None and reason is not DISABLED:
+            raise UsageError(f"nothing is captured: {reason}. {remedy_of(reason)}.")
+        reason = self._other_mode()
+        if reason is None and ((reason := self._changed()) is None or self._takes_in(reason)):
+            return
+        raise UsageError(f"nothing is captured, as no graph would run {reason}. {remedy_of(reason)}.")
+
+    def _changed(self) -> Reason | None:
         """Why graphs would not do what the modules do now; None while they would."""
         change = self._body.places.decisions.changed()
-        return None if change is None else reasons.changed(change, self._decoder)
+        return self._weights.replaced() if change is None else reasons.changed(change, self._decoder)
 
-    def _check_usable(self) -> None:
-        checks.refuse_training(self._modes)
-        checks.refuse_moved(self._decoder, self._decoder.get_input_embeddings().weight, self._device)
-        if self._restored:
-            raise UsageError("this handle was restored: its graphs are gone. Call segue.accelerate(model) again.")
-
-    def _other_mode(self) -> str | None:
+    def _other_mode(self) -> Reason | None:
         """Which of the caller's modes is not that of the captures; None if none is."""
         if torch.is_autocast_enabled(self._device.type):
             return reasons.AUTOCAST
@@ -252,22 +226,12 @@ class Accelerated(Handle):
         first, prime = self._first_tokens, self._prime
         return bool(self._strategy.captured or (prime and prime.captured) or (first and first.captured))
 
-    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling():
-            return self._forward(*args, **kwargs)
-        with self._one_at_a_time:
-            return self._forward(*args, **kwargs) if self._here.untouched else self._serve_alone(args, kwargs)
-
     def _serve_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if environment.disabled():
-            return self._untouched_forward(environment.DISABLED, args, kwargs)
-        if _torch.is_tracing():
-            return self._untouched_forward(TRACED, args, kwargs)
-        self._check_usable()
         call = self._reader.read(args, kwargs)
         if isinstance(call, str):
             return self._untouched_forward(call, args, kwargs)
-        checks.refuse_gradients(self._decoder, call.embeds)
+        if self._needs_gradients(call.embeds):
+            return self._untouched_forward(reasons.GRADIENTS, args, kwargs)
         if (layers := self._layers_to_run()) != self._layers:
             return self._untouched_forward(reasons.other_depth(layers, self._layers), args, kwargs)
         if (other := self._other_mode()) is not None:
@@ -277,14 +241,16 @@ class Accelerated(Handle):
             return self._untouched_forward(decision.reason, args, kwargs)
         replays = self._here.run is None and decision.bucket in self._strategy.captured
         if not replays and (changed := self._changed()) is not None:
+            if self._takes_in(changed):
+                return self._serve_alone(args, kwargs)
             return self._untouched_forward(changed, args, kwargs)
         self._compile()
         try:
             return self._graphed(call, self._here.run, decision)
         except StateChangedError as e:  # found while the first segment ran, which has left nothing
-            return self._untouched_forward(reasons.changed(e.change, self._decoder), args, kwargs)
+            return self._untouched_forward(self._changed() or reasons.changed(e.change, self._decoder), args, kwargs)
         except NotSeen as e:  # before any layer ran
-            return self._untouched_forward(str(e), args, kwargs)
+            return self._untouched_forward(reasons.layers_called(str(e)), args, kwargs)
 
     def _serve_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the whole model: the first token of a fresh prompt by one graph, everything else by the model's own forward,
@@ -293,16 +259,21 @@ class Accelerated(Handle):
         if given is not None and not torch.compiler.is_compiling() and not _torch.is_tracing():
             with self._one_at_a_time:
                 out = self._first_token(given)
+            if isinstance(out, Reason):
+                self._counters.fell_back(out)
+                with self.untouched():
+                    return self._model_forward(*args, **kwargs)
             if out is not None:
                 return out
         return self._model_forward(*args, **kwargs)
 
     def _first_token(self, given: dict[str, Any]) -> Any:
-        """The model's output for a fresh prompt, out of one graph; None where that can't serve it."""
+        """The model's output for a fresh prompt, out of one graph; None where that can't serve it, and the decoder's graphs may.
+        A reason where the model must run untouched.
+        """
         here, graphs = self._here, self._first_tokens
-        if here.untouched or here.without_prime or here.run is not None or environment.disabled() or graphs is None:
+        if here.untouched or here.without_prime or here.run is not None or graphs is None or self._unservable() is not None:
             return None
-        self._check_usable()
         call = self._reader.read((), given)
         if isinstance(call, str) or not is_first_token(call, self._layers):
             return None
@@ -312,11 +283,13 @@ class Accelerated(Handle):
             or self._other_mode() is not None
             or not self._attention_as_captured()
             or self._layers_to_run() != self._layers
-            or not self._around.unchanged()
             or self._implementation.name != "sdpa"
             or not_causal(self._parts) is not None
         ):
             return None
+        if not self._around.unchanged():
+            other = self._around.other_weights() if graphs.captured else None
+            return None if other is None else reasons.other_memory(other)
         decision = self._runner.admit(call.tokens, strategy=PrimeStrategy.name)
         if decision.bucket is None:
             return None
@@ -326,8 +299,8 @@ class Accelerated(Handle):
         self._compile()
         try:
             logits = graphs.run(call.input_ids[0], cache, decision.bucket)
-        except StateChangedError:  # the decoder finds it too
-            return None
+        except StateChangedError as e:
+            return self._changed() or reasons.changed(e.change, self._decoder)
         if logits is None:
             return None
         return self._model_output(logits=logits[:, None], **{self._model_cache_name: cache})
@@ -335,16 +308,19 @@ class Accelerated(Handle):
     def _first_token_graphs(self) -> FirstTokenGraphs | None:
         """Where prime serves the model and its head is plain: from ids to logits."""
         decoder, model = self._decoder, self._model
-        if not self._serves_model:
+        if self._prime is None or not self._may_serve_model:
+            self._why_not["first token"] = "it takes prime graphs, and transformers' own forward around the decoder"
             return None
         ids = torch.tensor([[0, min(1, decoder.get_input_embeddings().num_embeddings - 1)]], device=self._device)
         try:
             with torch.no_grad(), self.untouched():
                 out = self._model_forward(input_ids=ids, use_cache=True, logits_to_keep=1)
                 hidden = self._forward(input_ids=ids, use_cache=True).last_hidden_state
-        except (TypeError, ValueError):  # its forward doesn't know logits_to_keep
+        except (TypeError, ValueError):
+            self._why_not["first token"] = f"the forward of {type(model).__name__} doesn't take logits_to_keep=1"
             return None
         if not is_plain_head(model, out, hidden, self._model_cache_name):
+            self._why_not["first token"] = "its head does more with the last hidden state than a linear layer"
             return None
         self._model_output: Any = type(out)
         buckets = self._runner.prepare()
@@ -355,10 +331,6 @@ class Accelerated(Handle):
     def _layers_to_run(self) -> Any:
         """How many layers a forward of the model runs now. ``generate(assistant_early_exit=...)`` drafts with the first few."""
         return vars(self._decoder.config).get(self._depth_name)
-
-    def _untouched_forward(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._untouched[reason] += 1
-        return self._forward(*args, **kwargs)
 
     def _graphed(
         self, call: DecoderCall, run: Callable[..., Tensor] | None, decision: Decision | None, reached: list[int] | None = None
@@ -464,14 +436,17 @@ class Accelerated(Handle):
     def _prime_strategy(self, strategy: str, rows: int) -> PrimeStrategy | None:
         """The strategy for fresh prompts; None where none was asked for, or ``"auto"`` meets a model without prime graphs."""
         if strategy == "breakable":
+            self._why_not["prime"] = 'strategy="breakable" was asked for'
             return None
         if self._breaks.modules and strategy == "auto":
-            return None  # a prime graph has no breaks
+            self._why_not["prime"] = f"a prime graph has no breaks, and {type(self._breaks.modules[0]).__name__} is one"
+            return None
         try:
             return prime_admission.strategy(self._model, self._parts, self._forward, rows, self._compiled)
-        except UsageError:
+        except UsageError as e:
             if strategy == "prime":
                 raise
+            self._why_not["prime"] = str(e)
             return None
 
     def _find_out(self) -> None:

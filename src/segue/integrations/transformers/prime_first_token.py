@@ -195,6 +195,7 @@ class ModelAround:
         self._decoder, self._patch = vars(decoder), patch
         self._model, self._forward = model, type(model).forward
         self._ends = decoder.get_input_embeddings(), model.get_output_embeddings()
+        self._names = {id(m): name for name, m in model.named_modules() if m in self._ends}
         self._as_captured = [_computes(end) for end in self._ends]
         between = [m for m in model.modules() if m is not model and m is not decoder and any(c is decoder for c in m.modules())]
         path = {id(m) for m in (*between, decoder, *self._ends)}
@@ -212,6 +213,14 @@ class ModelAround:
             and all(table.get(name) is child for table, name, child in self._slots)
             and all(map(_same, map(_computes, self._ends), self._as_captured))
         )
+
+    def other_weights(self) -> str | None:
+        """The name of a parameter of embedding or head that is another one than in the graphs."""
+        for end, then in zip(self._ends, self._as_captured, strict=True):
+            for (name, now), before in zip(end._parameters.items(), then[1:], strict=False):
+                if now is not before:
+                    return f"{self._names[id(end)]}.{name}"
+        return None
 
 
 def _computes(module: Any) -> tuple[Any, ...]:

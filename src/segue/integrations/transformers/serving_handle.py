@@ -1,0 +1,184 @@
+"""The handle that has taken a module's forward over: which calls graphs may serve, and what happens when the model changes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from segue import _torch, environment
+from segue.errors import UsageError
+from segue.integrations.transformers import reasons
+from segue.integrations.transformers.base_handle import Handle
+from segue.integrations.transformers.decoder_forward import ForwardPatch
+from segue.integrations.transformers.training_modes import TrainingModes
+from segue.integrations.transformers.weights import Weights
+from segue.runner import GraphRunner
+from segue.runner.reasons import DISABLED, TRACED, Reason
+
+log = logging.getLogger("segue")
+_serving: weakref.WeakSet[ServingHandle] = weakref.WeakSet()
+
+
+class ServingHandle(Handle):
+    """A handle whose forward patches call :meth:`_serve`.
+
+    What runs untouched is counted with its reason; what graphs may serve goes to :meth:`_serve_alone`. A subclass calls
+    :meth:`_begin_with`, :meth:`_set_up` and :meth:`_take_over` when it is made. Its :meth:`_set_up` finds out everything about
+    the model that may change, so that a recapture is another set-up.
+    """
+
+    # Looks at the model and makes a runner, without graphs, by the options of segue.accelerate(). It raises UsageError if the
+    # model as it is can't be served.
+    _set_up: Callable[..., None]
+    _forward: Callable[..., Any]  # the untouched one of the module that is served
+    _modes: TrainingModes
+    _weights: Weights
+    _runner: GraphRunner
+    _patches: list[ForwardPatch]
+    _restored: bool
+
+    @property
+    def runner(self) -> GraphRunner:
+        """The runner of what is captured."""
+        return self._runner
+
+    def recapture(self) -> None:
+        """Drop every graph and look at the model anew, so that each bucket is captured again. It takes in what has changed:
+        weights that moved or were replaced, modules and modes.
+
+        Raises:
+            UsageError: the handle was restored, or the model as it is now can't be served; says why. The graphs stay then.
+        """
+        self._remake(self._options)
+
+    def with_options(self, **options: Any) -> Self:
+        """This handle, serving by other options of :func:`segue.accelerate`: with others than before, every graph is dropped.
+
+        Raises:
+            UsageError: an option means nothing, or the model can't be served so. It is served as before then.
+        """
+        changes = [f"{k}: {v!r} -> {options[k]!r}" for k, v in self._options.items() if options[k] != v]
+        if changes:
+            graphs = self._any_captured()
+            self._remake(options)
+            if graphs:
+                log.warning("segue: %s is served by other options, anew: %s", type(self.module).__name__, ", ".join(changes))
+        return self
+
+    def serves(self, model: Any) -> bool:
+        """Whether it serves ``model``, a transformers model without what users put around it."""
+        return model is self._model and not self._restored
+
+    def restore(self) -> None:
+        """Give the model its own forward back and free the graphs. May be called again."""
+        if self._restored:
+            return
+        self._restored = True
+        for patch in self._patches:
+            patch.undo()
+        for owner in self._owners():
+            owner.close()
+
+    @abstractmethod
+    def _serve_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The answer to a call of the module whose forward is patched, while no other thread is in one."""
+
+    @abstractmethod
+    def _owners(self) -> Sequence[Any]:
+        """What owns graphs and has ``close()``."""
+
+    @abstractmethod
+    def _any_captured(self) -> bool:
+        """Whether anything has a graph."""
+
+    def _begin_with(self, module: Any, model: Any, options: Mapping[str, Any]) -> None:
+        self._begin(module, model)
+        self._options, self._restored, self._patches = options, False, []
+        self._not_taken_in: Reason | None = None
+        self._one_at_a_time = threading.RLock()  # a body's attention has another name while it runs, for every thread
+
+    def _take_over(self) -> None:
+        """Put the patches in the places of the model's forwards."""
+        for patch in self._patches:
+            patch.apply()
+        _serving.add(self)
+
+    def _remake(self, options: Mapping[str, Any]) -> None:
+        with self._one_at_a_time:
+            self._refuse_restored()
+            before, owners = dict(vars(self)), self._owners()
+            try:
+                self._not_taken_in = None
+                self._set_up(**options)
+            except BaseException:
+                vars(self).update(before)
+                raise
+            for patch in self._patches:
+                if patch not in before["_patches"]:
+                    patch.apply()
+            self._options = options
+            for owner in owners:
+                owner.close()
+
+    def _count_on(self, runner: GraphRunner) -> None:
+        """Have ``runner`` go on with the counts so far."""
+        counters = runner.prepare().recorder.counters
+        counters.go_on_from(self._counters)
+        self._runner, self._counters = runner, counters
+
+    def _refuse_restored(self) -> None:
+        if self._restored:
+            raise UsageError("this handle was restored: its graphs are gone. Call segue.accelerate(model) again.")
+
+    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return self._forward(*args, **kwargs)
+        with self._one_at_a_time:
+            if self._here.untouched or self._restored:
+                return self._forward(*args, **kwargs)
+            reason = self._unservable()
+            return self._serve_alone(args, kwargs) if reason is None else self._untouched_forward(reason, args, kwargs)
+
+    def _untouched_forward(self, reason: Reason | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._counters.fell_back(reason)
+        return self._forward(*args, **kwargs)
+
+    def _unservable(self) -> Reason | None:
+        """Why no graph may serve any call now. Each call asks this first."""
+        if environment.disabled():
+            return DISABLED
+        if _torch.is_tracing():
+            return TRACED
+        if (who := self._modes.training()) is not None:
+            return reasons.training(who)
+        moved = self._weights.moved()
+        return None if moved is None or self._takes_in(moved) else moved
+
+    def _takes_in(self, change: Reason) -> bool:
+        """Take a change of the model in, which is free as long as nothing has a graph."""
+        if self._any_captured() or change == self._not_taken_in:
+            return False
+        try:
+            self._remake(self._options)
+        except UsageError:
+            self._not_taken_in = change
+            return False
+        return True
+
+    def _needs_gradients(self, *inputs: Tensor | None) -> bool:
+        """Whether a forward of ``inputs`` has to record gradients."""
+        if not torch.is_grad_enabled():
+            return False
+        return any(t is not None and t.requires_grad for t in inputs) or self._weights.require_gradients()
+
+
+def handle_of(model: Any) -> ServingHandle | None:
+    """The handle that serves ``model``, a transformers model without what users put around it; None if there is none."""
+    return next((handle for handle in _serving if handle.serves(model)), None)

@@ -1,0 +1,42 @@
+"""Why a call runs eager, in the words that ``stats.reasons`` counts, each with what its caller can change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Reason(str):
+    """A reason as text. ``remedy``: what to change, as a sentence without its full stop; empty where nobody needs to."""
+
+    remedy: str
+
+    def __new__(cls, text: str, remedy: str = "") -> Reason:
+        reason = super().__new__(cls, text)
+        reason.remedy = remedy
+        return reason
+
+
+def remedy_of(reason: str) -> str:
+    """What to change about a counted reason. A decision that a caller made by hand may bring one of its own, without a remedy."""
+    remedy: Any = getattr(reason, "remedy", "")
+    return str(remedy)
+
+
+DISABLED = Reason("SEGUE=off in the environment", "Unset SEGUE and start again")
+NO_BUCKET = Reason("no bucket fits", "Give a larger bucket: max_tokens= of segue.accelerate(), or buckets=")
+NO_REQUEST_BUCKET = Reason("no request bucket fits", "Give a larger bucket in request_buckets=")
+PADDING = Reason("max_padding", "Give more buckets, or a larger max_padding=")
+OTHER_SIZE = Reason(
+    "an input of another size than in the first call",
+    "Keep all sizes but tokens and requests as in the first call, or make a second runner",
+)
+TRACED = Reason(
+    "inside torch.jit.trace, which would record one replay's numbers", "Trace it before it is given to segue, or leave it so"
+)
+INSIDE = Reason(
+    "inside another forward, where nothing can be captured", "Capture it ahead with capture(), or call it twice outside first"
+)
+FAILED = Reason("a failed capture", 'See the warning in the log, or raise it with on_failure="raise"')
+OUT_OF_MEMORY = Reason("a failed capture: out of memory", "Give fewer or smaller buckets, or free memory and recapture()")
+VARIANTS = Reason("too many variants", "Raise max_variants=, or call with fewer combinations of flags and optional inputs")
+OVER_BUDGET = Reason("memory_budget", "Raise memory_budget=, or give fewer or smaller buckets")

@@ -1,0 +1,110 @@
+"""A handle's report says what was replayed, what ran eager, and what to change about each reason."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from segue.capture.comparisons import Change
+from segue.integrations.transformers import reasons as of_models
+from segue.runner import reasons as of_runners
+from segue.runner.reasons import Reason, remedy_of
+
+Make = Callable[..., Any]
+
+MADE: dict[str, Reason] = {
+    "training": of_models.training("LlamaModel"),
+    "moved": of_models.moved("LlamaModel", "torch.float16", "torch.float32"),
+    "other_memory": of_models.other_memory("layers.0.mlp.up_proj.weight"),
+    "requested_output": of_models.requested_output("output_attentions"),
+    "unknown_argument": of_models.unknown_argument("is_causal"),
+    "dimensions": of_models.dimensions(1),
+    "cache_type": of_models.cache_type(object(), offloaded=False),
+    "cache_layers": of_models.cache_layers(object()),
+    "changed": of_models.changed(Change("value", "layers.0.eps", "1", "2"), torch.nn.Linear(1, 1)),
+    "hook": of_models.hook("layers.0", "look (a.py:1)"),
+    "other_forward": of_models.other_forward("layers.0"),
+    "other_module": of_models.other_module("layers.0", Change("module", "layers.0", "A", "B")),
+    "other_causality": of_models.other_causality(False, True),
+    "other_depth": of_models.other_depth(1, 3),
+    "other_mode": of_models.other_mode("autocast", "on", "off"),
+}
+
+
+@pytest.mark.parametrize("module", [of_models, of_runners])
+def test_no_reason_lacks_its_remedy(module: Any) -> None:
+    constants = {name: value for name, value in vars(module).items() if isinstance(value, str) and name.isupper()}
+    constants = {name: value for name, value in constants.items() if not name.startswith("_")}
+    assert constants and all(isinstance(value, Reason) and value.remedy for value in constants.values())
+    makers = [f for f in vars(module).values() if inspect.isfunction(f) and f.__module__ == module.__name__]
+    for make in makers:
+        if inspect.signature(make).return_annotation == "Reason":
+            assert MADE[make.__name__].remedy, make.__name__
+    assert not any(reason.remedy.endswith(".") for reason in [*MADE.values(), *constants.values()])
+
+
+def test_a_reason_is_text_that_can_be_pickled_with_its_remedy() -> None:
+    reason = pickle.loads(pickle.dumps(of_runners.NO_BUCKET))
+    assert reason == "no bucket fits" and remedy_of(reason) == of_runners.NO_BUCKET.remedy
+    assert {reason: 1} == {"no bucket fits": 1} and remedy_of("a caller's own") == ""
+
+
+CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "a static cache": ({"cache_implementation": "static", "disable_compile": True}, "Leave out cache_implementation='static'"),
+    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "Leave out output_attentions"),
+    "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "Leave out output_hidden_states"),
+}
+
+
+@pytest.mark.parametrize("what", list(CALLS))
+def test_what_ran_eager_stands_beside_what_to_change(what: str, make: Make, graphed: Make, ids: Make) -> None:
+    handle = graphed(make(attn_implementation="eager"))
+    given, remedy = CALLS[what]
+    handle.generate(ids(1, 9), max_new_tokens=4, do_sample=False, **given)
+    ((reason, count),) = handle.stats.reasons.items()
+    assert f"| {reason} | {count} | {remedy}" in handle.report()
+
+
+def test_a_long_prompt_is_told_the_option_that_serves_it(make: Make, graphed: Make, ids: Make) -> None:
+    handle = graphed(make(), max_tokens=16)
+    with torch.inference_mode():
+        handle(ids(1, 30))
+    assert "| no bucket fits | 1 | Give a larger bucket: max_tokens= of segue.accelerate()" in handle.report()
+
+
+def test_the_report_says_the_share_the_buckets_and_what_is_live(make: Make, graphed: Make, ids: Make) -> None:
+    handle = graphed(make())
+    assert "no forward yet." in handle.report() and "| buckets with a graph | none |" in handle.report()
+    with torch.inference_mode():
+        for _ in range(4):
+            handle(ids(2, 3))
+    report = handle.report()
+    assert report.startswith("# LlamaForCausalLM, accelerated\n\n50.0% of 4 forwards were replayed.\n\n|  |  |\n| --- | --- |\n")
+    assert "| live, outside the graphs | embedding, attention and KV cache of 3 layers, head |" in report
+    assert "| buckets with a graph | 8 |" in report and "| graph memory | " in report
+    assert "because" not in report
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "why"),
+    [
+        ("llama", {"strategy": "breakable"}, '| prime | strategy="breakable" was asked for |'),
+        ("mistral, sliding", {}, "| prime | MistralForCausalLM has layers whose cache is a DynamicSlidingWindowLayer"),
+    ],
+)
+def test_it_says_why_prime_does_not_serve_a_model(
+    family: str, options: dict[str, Any], why: str, make: Make, graphed: Make
+) -> None:
+    report = graphed(make(family), **options).report()
+    assert why in report and "| first token | it takes prime graphs" in report and "| strategies | breakable |" in report
+
+
+def test_a_head_of_its_own_is_why_first_tokens_have_no_graph(make: Make, graphed: Make) -> None:
+    model = make()
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    assert "| first token | its head does more with the last hidden state than a linear layer |" in graphed(model.eval()).report()
