@@ -78,8 +78,6 @@ def _accelerated(family: Family, model: Any, flows: dict[str, Flow], wanted: dic
                 cells[column] = measure(family, column, flows[column], handle, wanted[column])
         if "prime" in wanted:
             cells["prime"] = _prime(family, flows["prime"], handle, wanted["prime"])
-    if cells.get("prime") == Cell("no"):
-        cells["prime"] = Cell("no", note=_why_no_prime(model))
     return cells
 
 
@@ -107,16 +105,9 @@ def _prime(family: Family, flow: Flow, handle: Any, want: Seen) -> Cell:
     before = handle.stats.strategies.get("prime", 0)
     cell = measure(family, "prime", flow, handle, want)
     if handle.stats.strategies.get("prime", 0) == before:
-        return Cell("no") if cell.ok else cell
+        why = handle.strategies.get("prime") or "no fresh prompt was served so"
+        return Cell("no", note=why) if cell.ok else cell
     return cell
-
-
-def _why_no_prime(model: Any) -> str:
-    try:
-        segue.accelerate(model, buckets=BUCKETS, device="emulator", strategy="prime").restore()
-    except segue.SegueError as e:
-        return str(e)
-    return 'strategy="prime" is accepted, but "auto" served no fresh prompt so'
 
 
 def measure(family: Family, column: str, flow: Flow, handle: Any, want: Seen) -> Cell:
@@ -182,10 +173,8 @@ def _reasons(before: Stats, after: Stats) -> str:
 
 
 def _mechanism(handle: Any) -> str:
-    told = getattr(handle, "boundaries", None)
-    if told is None:
-        return "not told"
-    return told if isinstance(told, str) else ", ".join(map(str, told))
+    """What runs live, outside the graphs."""
+    return "; ".join(handle.boundaries) or "nothing live"
 
 
 def _said(error: BaseException) -> str:
