@@ -1,6 +1,7 @@
-# Both targets do all the set-up they need, from a clean clone, and again only what changed.
+# The targets do all the set-up they need, from a clean clone, and again only what changed.
 #   make demo    real prompts through captured graphs, compared with the untouched model
 #   make test    ruff, mypy --strict, pytest
+#   make families    writes docs/families.md: what each family's models give, on two releases of transformers
 # PYTHON picks the interpreter. If it already has torch (a CUDA build, say), that torch is used.
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ export HF_HUB_OFFLINE := 1
 # Threads that wait give their core away: on a busy machine spinning ones take minutes.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test lint types unit setup clean
+.PHONY: demo test families lint types unit setup clean
 
 demo: setup
 	$(BIN)/segue demo
@@ -27,6 +28,9 @@ types: setup
 # One thread: the tests' tensors are tiny, and threads that wait for them cost more than they do.
 unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+families: setup
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m integrations.family_table docs/families.md
 
 setup: $(VENV)/.installed
 

@@ -645,6 +645,35 @@ def test_what_the_check_and_the_summary_say(device: Device) -> None:
     runner.close()
 
 
+class Factories(dict[str, Any]):
+    """Like transformers' table of activations: asked for one, it makes a new one."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+
+FACTORIES = Factories(relu=nn.ReLU, tanh=nn.Tanh)
+
+
+def _activated(x: Tensor) -> Tensor:
+    return FACTORIES["relu"](x)  # type: ignore[no-any-return]
+
+
+def test_a_table_that_makes_what_it_is_asked_for_is_compared_by_what_it_holds(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = _x(device)
+    runner = segue.GraphRunner(_activated, inputs={"x": segue.Input(token_dim=0, pad=0)}, buckets=[len(x)], device=device)
+    with torch.inference_mode():
+        for _ in range(3):
+            assert torch.equal(runner(x), _activated(x))
+        assert runner.stats.replayed == 1
+        monkeypatch.setitem(FACTORIES, "relu", nn.Tanh)
+        with pytest.raises(StateChangedError, match="relu"):
+            runner(x)
+    runner.close()
+
+
 def test_many_changes_are_compared_quickly(device: Device) -> None:
     """28 layers of it, within what a kernel or two take to submit; the bound is for a busy machine."""
     import timeit

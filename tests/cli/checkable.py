@@ -61,6 +61,10 @@ def trunk() -> Any:
     return Dense().eval().requires_grad_(False)
 
 
+def graph() -> Any:
+    return segue.PrimeGraph(trunk(), bucket=4, device="emulator")
+
+
 def fault(fn: str) -> str:
     """``cli/checkable.py:12 in fn`` of a planted line."""
     code = globals()[fn].__code__

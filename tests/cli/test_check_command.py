@@ -72,6 +72,13 @@ def test_the_gate_of_a_prime_graph_runs_under_the_word_prime(monkeypatch: pytest
     assert result.exit_code == 1 and "3 tokens, up: logits: 1 element" in result.stdout
 
 
+def test_the_gate_runs_on_whatever_gives_a_trunk_or_a_graph() -> None:
+    result = run(app, ["check", "checkable:trunk", "--bucket", "8", "-o", "json"])
+    assert result.exit_code == 0 and json.loads(result.stdout)["notes"] == ["The gate of prime graph of 8 rows."]
+    result = run(app, ["check", "checkable:graph", "-o", "json"])
+    assert result.exit_code == 0 and json.loads(result.stdout)["notes"] == ["The gate of prime graph of 4 rows."]
+
+
 def test_inspect_lists_what_each_bucket_consists_of() -> None:
     out = json.loads(run(app, ["inspect", "checkable:right", "-o", "json"]).stdout)
     assert [row["bucket"] for row in out["rows"]] == [8, 4]
@@ -93,10 +100,9 @@ def test_inspect_shows_the_steps_of_one_bucket() -> None:
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        (["check", "checkable"], "'checkable' isn't MODULE:FACTORY, as in my_model.serving:make_runner"),
         (["check", "no_such_module:make"], "there is no module 'no_such_module', here or among the installed ones"),
-        (["check", "checkable:absent"], "module 'checkable' has no function 'absent'"),
-        (["check", "checkable:WEIGHT"], "module 'checkable' has no function 'WEIGHT'"),
+        (["check", "checkable:absent"], "checkable has no 'absent'; it has mix, right, faulty, frozen, alone, nothing, "),
+        (["check", "checkable:WEIGHT"], "checkable:WEIGHT is no function but Tensor; it must be, or return, "),
         (["check", "checkable:nothing"], "returned (str, int); it must return a segue.GraphRunner, or (runner, args, "),
         (["check", "checkable:right", "checkable:right"], "follows the word prime only"),
         (["check", "prime", "checkable:nothing"], "returned a tuple; it must return a segue.Trunk or a PrimeGraph"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +17,11 @@ from typer.testing import CliRunner
 
 from segue import environment
 from segue.cli import app, demo, main
+from segue.cli.output import whole_file
+from segue.errors import UsageError
 
 run = CliRunner().invoke
+_BENCHES = ("ttft", "breaks", "runner", "memory", "prime", "growth")
 
 
 def on_stdout(*arguments: str) -> Any:
@@ -87,3 +94,45 @@ def test_a_verdict_names_the_first_token_that_differs() -> None:
     got[1, 2] = 9
     assert demo.verdict(want, got, 1) == "differs: sequence 1, token 1: 9 instead of 5"
     assert demo.verdict(want, want[:, :3], 1) == "differs: sequence 0, token 2: nothing instead of 3"
+
+
+_COMMANDS = ["", "demo", "env", "check", "plan", "inspect", "bench", *(f"bench {name}" for name in _BENCHES)]
+
+
+@pytest.mark.parametrize("command", [command.split() for command in _COMMANDS])
+def test_every_help_has_examples_that_begin_with_the_command(command: list[str]) -> None:
+    short, long = run(app, [*command, "-h"]), run(app, [*command, "--help"])
+    assert short.exit_code == 0 and short.stdout == long.stdout
+    shown = short.stdout.split("Examples:\n")[1].splitlines()
+    assert shown and all(" ".join(["segue", *command]) in line for line in shown if line)
+    assert not any(line.endswith("...") for line in short.stdout.splitlines()[1:]), "a summary is cut off"
+
+
+def test_the_version_is_printed() -> None:
+    result = run(app, ["--version"])
+    assert result.exit_code == 0 and result.stdout == f"segue {importlib.metadata.version('segue-graphs')}\n"
+
+
+def test_ctrl_c_ends_a_command_at_once_with_130_and_says_what_it_did(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ndef make():\n    print('begun', flush=True)\n    time.sleep(60)\n")
+    command = [sys.executable, "-m", "segue", "check", "slow.py:make"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None and running.stdout is not None
+        assert running.stderr.readline() == "begun\n"
+        running.send_signal(signal.SIGINT)
+        start = time.perf_counter()
+        assert running.wait(timeout=30) == 130 and time.perf_counter() - start < 2
+        assert running.stderr.read() == "\nsegue: stopped by Ctrl-C; the last step was: none\n" and running.stdout.read() == ""
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "a.md"
+    with whole_file(path) as unfinished:
+        unfinished.write_text("first")
+        assert not path.exists() and unfinished.suffix == ".md"
+    with pytest.raises(KeyboardInterrupt), whole_file(path) as unfinished:
+        unfinished.write_text("half of")
+        raise KeyboardInterrupt
+    assert path.read_text() == "first" and list(path.parent.iterdir()) == [path]
+    with pytest.raises(UsageError, match=r"a\.md/b can't be written: "), whole_file(path / "b"):
+        pass

@@ -13,11 +13,7 @@ ROWS = [{"name": "a|b", "n": 1, "ms": 0.12345}, {"name": "two\nlines", "n": None
 
 def test_markdown_is_one_table_under_its_notes() -> None:
     assert render(ROWS, Format.MD, ["A note."]) == (
-        "A note.\n\n"
-        "| name | n | ms | more |\n"
-        "| --- | --- | --- | --- |\n"
-        "| a\\|b | 1 | 0.123 |  |\n"
-        "| two lines |  |  | 1234 |\n"
+        "A note.\n\n| name | n | ms | more |\n| --- | --- | --- | --- |\n| a\\|b | 1 | 0.123 |  |\n| two lines |  |  | 1234 |\n"
     )
 
 

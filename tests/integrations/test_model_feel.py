@@ -78,12 +78,12 @@ def test_a_pipeline_takes_it_without_a_word_and_is_replayed(
     given = {"max_new_tokens": 4, "do_sample": False}
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     texts = ["w1 w2 w3", "w4 w5 w6 w7 w8"]
-    want = pipeline("text-generation", model=model, tokenizer=_tokenizer(), batch_size=2)(texts, **given)
+    want = pipeline("text-generation", model=model, tokenizer=_tokenizer(), batch_size=2, device=model.device)(texts, **given)
     handle = graphed(model)
     caplog.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        generate = pipeline("text-generation", model=handle, tokenizer=_tokenizer(), batch_size=2)
+        generate = pipeline("text-generation", model=handle, tokenizer=_tokenizer(), batch_size=2, device=model.device)
         for _ in range(3):
             assert generate(texts, **given) == want
     assert "not supported" not in caplog.text and generate.model is handle

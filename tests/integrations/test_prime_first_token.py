@@ -196,7 +196,7 @@ def test_where_its_capture_fails_the_decoders_graphs_serve_first_tokens(device: 
 
     class Refusing(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x if float(x.abs().max()) >= 0 else -x
+            return x if x.shape[1] < 8 or float(x.abs().max()) >= 0 else -x  # few tokens are captured
 
     first = model.model.layers[0]
     first.input_layernorm = torch.nn.Sequential(first.input_layernorm, Refusing()).eval()

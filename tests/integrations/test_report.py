@@ -25,7 +25,7 @@ MADE: dict[str, Reason] = {
     "unknown_argument": of_models.unknown_argument("is_causal"),
     "dimensions": of_models.dimensions(1),
     "cache_type": of_models.cache_type(object(), offloaded=False),
-    "cache_layers": of_models.cache_layers(object()),
+    "layers_called": of_models.layers_called("layer 0 is given x too"),
     "changed": of_models.changed(Change("value", "layers.0.eps", "1", "2"), torch.nn.Linear(1, 1)),
     "hook": of_models.hook("layers.0", "look (a.py:1)"),
     "other_forward": of_models.other_forward("layers.0"),
@@ -55,7 +55,6 @@ def test_a_reason_is_text_that_can_be_pickled_with_its_remedy() -> None:
 
 
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
-    "a static cache": ({"cache_implementation": "static", "disable_compile": True}, "Leave out cache_implementation='static'"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "Leave out output_attentions"),
     "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "Leave out output_hidden_states"),
 }

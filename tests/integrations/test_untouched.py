@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from segue.errors import UsageError
 
@@ -59,13 +61,55 @@ def test_requests_about_the_inside_run_untouched(
         assert len(out.hidden_states) == 4
 
 
-def test_a_static_cache_runs_untouched_with_the_same_text(make: Make, graphed: Make, ids: Make) -> None:
+def test_a_static_cache_is_served(make: Make, graphed: Make, ids: Make) -> None:
     model, prompt = make(), ids(1, 9)
     given = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
     want = model.generate(prompt, **given)
     handle = graphed(model)
-    assert torch.equal(model.generate(prompt, **given), want)
-    assert any("a cache whose layers are Static" in reason for reason in handle.stats.reasons)
+    for _ in range(2):
+        assert torch.equal(model.generate(prompt, **given), want)
+    assert handle.stats.replayed > 5 and not handle.stats.eager
+
+
+def test_arguments_that_no_code_reads_change_nothing(make: Make, graphed: Make, ids: Make) -> None:
+    model = make()
+    handle = graphed(model)
+    with torch.inference_mode():
+        want = model.model(ids(1, 6)).last_hidden_state
+        for _ in range(3):
+            assert torch.equal(model.model(ids(1, 6), my_own_note="x", output_router_logits=False).last_hidden_state, want)
+        model.model(ids(1, 6), output_router_logits=True)
+        model.model(ids(1, 6), sliding_window=2)
+    assert set(handle.stats.reasons) == {"output_router_logits was asked for", "the argument sliding_window"}
+    assert handle.stats.eager == 2
+
+
+def test_a_cache_that_keeps_the_tensors_it_is_given_is_given_its_own(
+    make: Make, graphed: Make, ids: Make, cache_name: str
+) -> None:
+    class Keeping(DynamicLayer):
+        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.is_initialized:
+                return super().update(key_states, value_states, *args, **kwargs)
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states, value_states
+            return self.keys, self.values
+
+    model = make()
+
+    def prefill() -> DynamicCache:
+        cache = DynamicCache(config=model.config)
+        cache.layers = [Keeping() for _ in cache.layers]
+        model(ids(1, 9), **{cache_name: cache}, use_cache=True)
+        return cache
+
+    graphed(model)
+    with torch.inference_mode():
+        caches = [prefill() for _ in range(3)]
+        kept = [[layer.keys.clone() for layer in cache.layers] for cache in caches]
+        model(ids(1, 9).flip(1), **{cache_name: DynamicCache(config=model.config)}, use_cache=True)
+    for cache, keys in zip(caches, kept, strict=True):
+        assert all(torch.equal(layer.keys, then) for layer, then in zip(cache.layers, keys, strict=True))
 
 
 def test_no_tokens_run_untouched(make: Make, graphed: Make, ids: Make) -> None:

@@ -75,4 +75,4 @@ def _save(canvas: Any, path: Path) -> None:
     try:
         canvas.print_figure(path)
     except (OSError, ValueError) as e:
-        raise UsageError(f"--plot {path}: {e}") from None
+        raise UsageError(f"--plot {path.name}: {e}") from None

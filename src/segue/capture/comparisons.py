@@ -106,6 +106,17 @@ class Entries:
     _get: Callable[[Any, Any], Any] = staticmethod(getitem)
 
 
+class Kept(Entries):
+    """The same for a dict whose class makes something of what it holds when it is asked: what it holds."""
+
+    _get: Callable[[Any, Any], Any] = staticmethod(dict.__getitem__)
+
+
+def makes_items(holder: Any) -> bool:
+    """Whether a dict gives something else than it holds."""
+    return isinstance(holder, dict) and type(holder).__getitem__ is not dict.__getitem__
+
+
 class Attributes(Entries):
     """The same for closure cells, slots and context variables."""
 

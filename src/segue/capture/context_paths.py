@@ -197,8 +197,11 @@ def children(value: Any) -> Iterator[tuple[PathStep, Any]]:
         names.update(dict.fromkeys(f.name for f in dataclasses.fields(value)))
     names.update(dict.fromkeys(slots(type(value))))
     for name in names:
-        if hasattr(value, name):
-            yield ("attr", name), getattr(value, name)
+        try:
+            child = getattr(value, name)
+        except Exception:  # whatever a property of the user's raises: there is nothing to find
+            continue
+        yield ("attr", name), child
 
 
 def slots(cls: type) -> Iterator[str]:

@@ -30,9 +30,11 @@ from segue.capture.comparisons import (
     Entries,
     Growing,
     Hooks,
+    Kept,
     Sets,
     Tables,
     acting,
+    makes_items,
 )
 from segue.capture.compiled import Compiled
 from segue.capture.context_paths import ContextMap
@@ -63,10 +65,11 @@ class Decisions:
         self._names, self._called = names.all, names.called
         self._outside = {id(m): m for m in outside}
         self._entries, self._attributes, self._growing = Entries(), Attributes(), Growing(self._names)
+        self._kept = Kept()
         self._tables, self._hooks, self._classes, self._sets = Tables(), Hooks(), Classes(), Sets()
         self._contents = Contents()
         fixed = self._classes, self._tables, self._hooks, self._sets, self._contents
-        self._kinds = *fixed, self._entries, self._attributes, self._growing
+        self._kinds = *fixed, self._kept, self._entries, self._attributes, self._growing
         self._filled, self._asked = names.filled, names.asked
         if names.environment:
             self._contents.add(os.environ, "os.environ", functools.partial(_variables, sorted(names.environment)))
@@ -157,7 +160,8 @@ class Decisions:
         if isinstance(value, set) and len(value) <= MOST_ITEMS:
             self._sets.add(value, place.name)
         if not isinstance(value, Tensor) and not isinstance(place.holder, tuple) and place.key != "__wrapped__":
-            (self._entries if place.subscript else self._attributes).add(place.holder, place.key, value, place.name)
+            entries = self._kept if makes_items(place.holder) else self._entries
+            (entries if place.subscript else self._attributes).add(place.holder, place.key, value, place.name)
 
     def _take_sizes(self, obj: Any, path: str, mapped: set[str]) -> None:
         if isinstance(obj, nn.Module):

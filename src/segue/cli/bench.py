@@ -10,14 +10,19 @@ import torch
 import typer
 
 from segue import environment
-from segue.cli.output import Format, FormatOption, log, render, table
+from segue.cli.output import Format, FormatOption, examples, log, render, table, whole_file
 from segue.devices import Device, resolve
 from segue.errors import UsageError
 
 if TYPE_CHECKING:
     from segue.bench.result import BenchResult
 
-app = typer.Typer(help="Measure, on a CUDA device.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure, on a CUDA device.",
+    epilog=examples("segue bench ttft -h", "segue bench breaks -f breaks.md"),
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 Out = Annotated[Path | None, typer.Option("-f", "--out", help="Write the Markdown here too.")]
 Lengths = Annotated[list[int] | None, typer.Option("-n", "--tokens", help="A prompt length; repeatable.")]
@@ -27,12 +32,10 @@ Rounds = Annotated[int, typer.Option("--times", min=2, help="Rounds; in each of 
 Recordings = Annotated[int, typer.Option("--times", min=1, help="Recordings of each bucket, of which the median counts.")]
 
 
-@app.callback()
-def bench() -> None:
-    """Measure, on a CUDA device."""
-
-
-@app.command()
+@app.command(
+    short_help="Time to first token, beside eager and rivals.",
+    epilog=examples("segue bench ttft -n 128 -n 512 --rivals none", "segue bench ttft --model ./my-model --decode"),
+)
 def ttft(
     out: Out = None,
     lengths: Lengths = None,
@@ -77,13 +80,17 @@ def ttft(
     )
     try:
         if plot is not None:
-            plots.draw(plot, result.ways, result.startup)
+            with whole_file(plot) as unfinished:
+                plots.draw(unfinished, result.ways, result.startup)
             log.print(f"drawn into {plot}")
     finally:  # a plot that can't be written costs nobody the results
         _publish(result, out, output)
 
 
-@app.command()
+@app.command(
+    short_help="What a break costs, on host and device.",
+    epilog=examples("segue bench breaks", "segue bench breaks --times 100 -o json"),
+)
 def breaks(out: Out = None, rounds: Rounds = 300, output: FormatOption = Format.MD) -> None:
     """What a break costs: on the host, against launching the same graphs bare, and on the device per boundary.
 
@@ -95,7 +102,10 @@ def breaks(out: Out = None, rounds: Rounds = 300, output: FormatOption = Format.
     _publish(measure(_device(), times=rounds, progress=log.print), out, output)
 
 
-@app.command()
+@app.command(
+    short_help="What a runner's call costs the host.",
+    epilog=examples("segue bench runner", "segue bench runner -f runner.md"),
+)
 def runner(out: Out = None, rounds: Rounds = 300, output: FormatOption = Format.MD) -> None:
     """What a runner's call costs the host over the bare replay, beside eager in-place adds and padding by hand.
 
@@ -106,7 +116,10 @@ def runner(out: Out = None, rounds: Rounds = 300, output: FormatOption = Format.
     _publish(measure(_device(), times=rounds, progress=log.print), out, output)
 
 
-@app.command()
+@app.command(
+    short_help="What a ladder takes, and how long it records.",
+    epilog=examples("segue bench memory", "segue bench memory -b 512 -b 2048 --times 3"),
+)
 def memory(out: Out = None, buckets: Buckets = None, recordings: Recordings = 5, output: FormatOption = Format.MD) -> None:
     """Memory of a ladder against its largest bucket alone, and the time of recording, for the Qwen3-0.6B shape.
 
@@ -117,7 +130,10 @@ def memory(out: Out = None, buckets: Buckets = None, recordings: Recordings = 5,
     _publish(measure(_device(), buckets=buckets, times=recordings, progress=log.print), out, output)
 
 
-@app.command()
+@app.command(
+    short_help="Prime graphs against breakable ones and eager.",
+    epilog=examples("segue bench prime", "segue bench prime -n 128 -n 512"),
+)
 def prime(out: Out = None, lengths: Lengths = None, times: Times = 20, output: FormatOption = Format.MD) -> None:
     """Prime graphs against breakable ones and eager, the Qwen3-0.6B shape, one fresh prompt with the cache filled.
 
@@ -128,7 +144,10 @@ def prime(out: Out = None, lengths: Lengths = None, times: Times = 20, output: F
     _publish(measure(_device(), lengths=lengths, times=times, progress=log.print), out, output)
 
 
-@app.command()
+@app.command(
+    short_help="What grows with tokens, layers and buckets.",
+    epilog=examples("segue bench growth --plot growth.svg", "segue bench growth --model 8B --compile"),
+)
 def growth(
     out: Out = None,
     times: Times = 10,
@@ -153,7 +172,8 @@ def growth(
     result = measure(_device(), shape, times=times, progress=log.print, compile=compile)
     try:
         if plot is not None:
-            plots.draw_growth(plot, result.panels)
+            with whole_file(plot) as unfinished:
+                plots.draw_growth(unfinished, result.panels)
             log.print(f"drawn into {plot}")
     finally:
         _publish(result, out, output)
@@ -189,8 +209,8 @@ def _publish(result: BenchResult, out: Path | None, form: Format) -> None:
     rows = [{"table": name, **row} for name, rows in result.tables.items() for row in rows]
     sys.stdout.write(text if form is Format.MD else render(rows, form, [where, *result.notes]))
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text)
+        with whole_file(out) as unfinished:
+            unfinished.write_text(text)
         log.print(f"written to {out}")
     if not result.right:
         log.print("a replay differs from its reference: see the table")

@@ -14,10 +14,11 @@ import typer
 from torch import Tensor
 
 from segue.cli import demo_prompts, demo_weights
-from segue.cli.output import Format, FormatOption, log, render
+from segue.cli.output import Format, FormatOption, examples, log, render
 from segue.devices import resolve
 from segue.integrations.transformers import accelerate
 
+EXAMPLES = examples("segue demo", "segue demo --random --layers 4", "segue demo --weights ./my-model --tokens 64")
 _FIRST = 2  # tokens of the first two runs, which warm up and capture a new bucket; in the third run all calls replay
 _EMULATED = "Emulated on CPU, by a tape with the semantics of CUDA graphs: this shows correctness and gives no timing."
 

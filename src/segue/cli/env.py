@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 
 from segue import environment
-from segue.cli.output import Format, FormatOption, render
+from segue.cli.output import Format, FormatOption, examples, render
+
+EXAMPLES = examples("segue env", "segue env -o json")
 
 
 def env(output: FormatOption = Format.MD) -> None:

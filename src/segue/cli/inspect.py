@@ -1,45 +1,106 @@
-"""``segue inspect``: list what the captures of a runner consist of."""
+"""``segue inspect``: list what the captures of a runner or a model consist of."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any
 
+import torch
 import typer
 
+from segue import _source_lines
 from segue.check.summary import BucketSummary, StepSummary, summaries
-from segue.cli.output import Format, FormatOption, log, render
-from segue.cli.target import runner_of, said_on_stderr
+from segue.cli import handles, target
+from segue.cli.locate import said_on_stderr
+from segue.cli.model_cases import Case, cases_of
+from segue.cli.output import Format, FormatOption, examples, log, render
+from segue.cli.target import Compile, DType, ExampleCall, MaxTokens, ModelOptions, Strategy, Target, TrustRemoteCode
 from segue.errors import UsageError
+from segue.runner import GraphRunner
+from segue.runner.memory_budget import mib
+
+EXAMPLES = examples(
+    "segue inspect ./my-model",
+    "segue inspect serving.py:make_runner",
+    "segue inspect serving.py:make_runner --bucket 64",
+)
+_SMALL = 64  # the most tokens of the calls that are made
 
 
 def inspect(
-    target: Annotated[
-        str,
-        typer.Argument(metavar="MODULE:FACTORY", help="FACTORY returns a runner, or (runner, args, kwargs[, ctx])."),
-    ],
+    name: Annotated[str, typer.Argument(metavar="TARGET", help=target.TARGETS)],
     bucket: Annotated[int | None, typer.Option(help="Show the segments and breaks of this bucket, in order.")] = None,
+    max_tokens: MaxTokens = None,
+    strategy: Strategy = None,
+    compile: Compile = False,
+    dtype: DType = None,
+    trust_remote_code: TrustRemoteCode = False,
     output: FormatOption = Format.MD,
 ) -> None:
-    """Capture a runner's ladder privately, and list segments, breaks, hand-offs, outside tensors and memory."""
-    found = runner_of(target)
-    if bucket is not None and bucket not in found.runner.ladder:
-        raise UsageError(f"--bucket {bucket} isn't in the ladder, {', '.join(map(str, found.runner.ladder))}")
+    """Capture a ladder privately, and list segments, breaks, hand-offs, outside tensors and memory.
+
+    Of a model, a few calls of each kind say what replays, and what ran eager and why.
+    """
+    found = target.find(name, ModelOptions(max_tokens, strategy, compile, dtype, trust_remote_code), max_tokens=target.MAX_TOKENS)
+    if not (isinstance(found.value, GraphRunner) or handles.is_handle(found.value)):
+        raise UsageError(f"{name} gives a {type(found.value).__name__}; segue inspect takes runners and models apart")
     with said_on_stderr():
-        buckets = summaries(
-            found.runner, found.args, found.kwargs or {}, found.ctx, lambda b: log.print(f"capturing bucket {b}")
-        )
+        cases = [] if isinstance(found.value, GraphRunner) else cases_of(found.value, found.call, _SMALL)
+        runner, call = _of_a_model(found, cases[0]) if cases else (found.value, found.call or ExampleCall())
+        if bucket is not None and bucket not in runner.ladder:
+            raise UsageError(f"--bucket {bucket} isn't in the ladder, {', '.join(map(str, runner.ladder))}")
+        buckets = summaries(runner, call.args, call.kwargs or {}, call.ctx, lambda b: log.print(f"capturing bucket {b}"))
     if bucket is not None:
         (chosen,) = (b for b in buckets if b.bucket == bucket)
         rows = [_step_row(i, step) for i, step in enumerate(chosen.steps)]
         sys.stdout.write(render(rows, output, [f"Bucket {bucket}, in the order of a replay."]))
         return
-    unnamed = list(dict.fromkeys(text for b in buckets for text in b.unnamed))
-    notes = [f"Outside tensors without a name, held and looked at by address: {'; '.join(unnamed)}."] if unnamed else []
-    if not any(b.breaks for b in buckets):
-        notes.append("No break point was met: everything, attention included, runs on the padded rows.")
+    notes = _breaks(buckets, bool(cases))
+    if unnamed := list(dict.fromkeys(text for b in buckets for text in b.unnamed)):
+        notes.append(f"Outside tensors without a name, held and looked at by address: {'; '.join(unnamed)}.")
+    if cases:
+        notes += _calls(found.value, cases)
     sys.stdout.write(render([_bucket_row(b) for b in buckets], output, notes))
-    log.print(f"next: segue inspect {target} --bucket {buckets[0].bucket}, or segue check {target}")
+    log.print(f"next: segue inspect {name} --bucket {buckets[0].bucket}, or segue check {name}")
+
+
+def _of_a_model(found: Target, case: Case) -> tuple[GraphRunner, ExampleCall]:
+    """The runner of what is captured of a model, and the call of it that a call of the model makes."""
+    with torch.inference_mode():
+        seen = handles.call_of_runner(found.value, lambda: case.run(handles.model_of(found.value)))
+    if seen is None:
+        raise UsageError(f"{case.name} of {found.name} reached no graph: {'; '.join(found.value.stats.reasons)}")
+    runner, args, kwargs = seen
+    return runner, ExampleCall(args, kwargs)
+
+
+def _calls(handle: Any, cases: Sequence[Case]) -> list[str]:
+    """Capture the ladder of a model, make some calls, and say what they came to."""
+    model = handles.model_of(handle)
+    with said_on_stderr(), torch.inference_mode():
+        log.print(f"capturing the ladder of {type(model).__name__}")
+        cost = handle.capture().cost
+        for case in cases:
+            log.print(case.name)
+            case.run(model)
+    return [
+        f"{type(model).__name__} on {handles.device_of(handle)}. Its whole ladder takes {mib(cost.pool)} of the graph pool and "
+        f"{mib(cost.driver)} of the driver. After {'; '.join(case.name for case in cases)}:",
+        handle.report(),
+        "The buckets:",
+    ]
+
+
+def _breaks(buckets: Sequence[BucketSummary], of_a_model: bool) -> list[str]:
+    """The breaks of the largest bucket, equal ones counted, in words."""
+    found = Counter((b.what, b.where) for b in buckets[0].breaks)
+    if not any(b.breaks for b in buckets):
+        if of_a_model:
+            return ["There are no breaks: the whole forward is one graph, masks and all."]
+        return ["No break point was met: everything, attention included, runs on the padded rows."]
+    return [f"Break, {count} times in a bucket: {what}, called at {where}." for (what, where), count in found.items()]
 
 
 def _bucket_row(b: BucketSummary) -> dict[str, Any]:
@@ -63,7 +124,7 @@ def _step_row(i: int, step: StepSummary) -> dict[str, Any]:
         "step": i,
         "kind": step.kind,
         "what": step.what,
-        "where": step.where,
+        "where": None if step.where == _source_lines.caller() else step.where,  # segue's own op, called by the command
         "ops": step.ops if step.kind == "segment" else None,
         "hand-offs": step.handoffs if step.kind == "break" else None,
         "frozen objects": ", ".join(step.frozen) or None,

@@ -6,15 +6,31 @@ import csv
 import enum
 import io
 import json
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from segue.errors import UsageError
+
 Row = Mapping[str, Any]
 
-log = Console(stderr=True, highlight=False, soft_wrap=True)
+
+class _Log(Console):
+    """Progress on stderr. ``last``: the line that was printed last."""
+
+    last = ""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        self.last = " ".join(map(str, objects))
+        super().print(*objects, **options)
+
+
+log = _Log(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
 
 class Format(enum.StrEnum):
@@ -26,6 +42,25 @@ class Format(enum.StrEnum):
 
 
 FormatOption = Annotated[Format, typer.Option("-o", "--output", help="How the results are written to stdout.")]
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A path to write to, in a folder beside ``path``, that takes its place when the block ends without an error.
+
+    So what stands at ``path`` is never half written, even if the command is interrupted. Missing folders are made.
+
+    Raises:
+        UsageError: one can't write there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".segue-", dir=path.parent) as folder:
+            unfinished = Path(folder) / path.name
+            yield unfinished
+            unfinished.replace(path)
+    except OSError as e:
+        raise UsageError(f"{path} can't be written: {e.strerror or e}") from None
 
 
 def render(rows: Sequence[Row], form: Format, notes: Sequence[str] = ()) -> str:
@@ -59,3 +94,8 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
     return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def examples(*commands: str) -> str:
+    """The end of a command's help: what may be typed."""
+    return "\n".join(["\b", "Examples:", *(f"  {command}" for command in commands)])  # \b: lines stay as they are

@@ -13,18 +13,29 @@ from typing import Annotated, Any
 
 import typer
 
+from segue.cli import handles, target
 from segue.cli.length_samples import read_lengths
-from segue.cli.output import Format, FormatOption, log, render
+from segue.cli.locate import said_on_stderr
+from segue.cli.model_cases import keeps_cache
+from segue.cli.output import Format, FormatOption, examples, log, render, whole_file
+from segue.cli.target import Compile, DType, ModelOptions, Strategy, TrustRemoteCode
 from segue.errors import UsageError
 from segue.runner import Ladder
 
+EXAMPLES = examples(
+    "segue plan lengths.txt",
+    "segue plan requests.jsonl --field prompt_tokens -k 8 -k 16",
+    "segue plan lengths.txt --model ./my-model",
+    "cat lengths.txt | segue plan - --plot lengths.svg",
+)
+_DECODE = (1, 2, 4, 8)  # tokens of a step of decoding, one for each sequence; compiled layers have no bucket of 1
 _COUNTS = (4, 6, 8, 12, 16, 24, 32, 48, 64)
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 @dataclass(frozen=True)
 class LadderPlan:
-    """The best ladder of at most ``k`` buckets.
+    """The best ladder of at most ``k`` buckets, and those that it must have besides.
 
     ``share``: its padded rows among all rows, from 0 to 1. ``geometric``: the same of the best geometric ladder.
     """
@@ -36,9 +47,7 @@ class LadderPlan:
 
 
 def plan(
-    lengths: Annotated[
-        str, typer.Argument(metavar="LENGTHS", help="txt, csv or jsonl, one length a forward; - for stdin.")
-    ],
+    lengths: Annotated[str, typer.Argument(metavar="LENGTHS", help="txt, csv or jsonl, one length a forward; - for stdin.")],
     field: Annotated[str | None, typer.Option(help="The column or key that holds the lengths.")] = None,
     buckets: Annotated[
         list[int] | None,
@@ -51,31 +60,76 @@ def plan(
     pool: Annotated[
         str | None, typer.Option(help="What the graph pool takes for the largest bucket, as measured: 328MiB.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="TARGET", help=f"Plan for this model, and measure what its graphs take. {target.MODELS}"),
+    ] = None,
+    strategy: Strategy = None,
+    compile: Compile = False,
+    dtype: DType = None,
+    trust_remote_code: TrustRemoteCode = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the lengths and the padding shares into this file.")] = None,
     output: FormatOption = Format.MD,
 ) -> None:
-    """The buckets that pad a sample of lengths least, for several numbers of buckets, beside geometric ladders."""
+    """The buckets that pad a sample of lengths least, for several numbers of buckets, beside geometric ladders.
+
+    A length is the tokens of one forward: of a batch, batch times padded length. With --model the ladders have buckets for
+    decoding too, and the one with fewest buckets is captured to measure the memory.
+    """
     driver, shared = _bytes(per_bucket, "--per-bucket"), _bytes(pool, "--pool")
+    options = ModelOptions(None, strategy, compile, dtype, trust_remote_code)
+    if model is None:
+        options.refuse("there is no --model")
+        options.refuse_loading("there is no --model")
+    elif driver is not None or shared is not None:
+        raise UsageError("--model measures what --per-bucket and --pool would say: leave them out")
     sample = read_lengths(lengths, field)
     log.print(f"{len(sample)} lengths read")
-    plans = plans_for(sample, buckets or _COUNTS, multiple_of)
+    also: tuple[int, ...] = ()
+    if model is not None:
+        driver, shared, also = _measured(model, options, Ladder.fit(sample, min(buckets or _COUNTS), multiple_of))
+    plans = plans_for(sample, buckets or _COUNTS, multiple_of, also)
     if plot is not None:
-        _draw(plot, sample, plans)
+        with whole_file(plot) as unfinished:
+            _draw(unfinished, sample, plans)
         log.print(f"drawn into {plot}")
-    sys.stdout.write(render([_row(p, driver, shared, output is Format.MD) for p in plans], output, [_describe(sample)]))
+    notes = [_describe(sample), *([f"For decoding, {', '.join(map(str, also))} are added to each ladder."] if also else [])]
+    sys.stdout.write(render([_row(p, driver, shared, output is Format.MD) for p in plans], output, notes))
     best = next((p for p in plans if p.share <= 0.1), plans[-1])
-    log.print(f"next: GraphRunner(..., buckets={list(best.ladder)})")
+    log.print(f"next: {'GraphRunner(...' if model is None else 'segue.accelerate(model'}, buckets={list(best.ladder)})")
 
 
-def plans_for(lengths: Sequence[int], counts: Sequence[int], multiple_of: int = 1) -> list[LadderPlan]:
-    """A plan for each number of buckets, ascending; none after the first that pads nothing."""
+def _measured(name: str, options: ModelOptions, ladder: Ladder) -> tuple[int, int, tuple[int, ...]]:
+    """What the driver takes for each of a model's buckets and what all share, in bytes, and the buckets that it decodes in.
+
+    ``ladder`` is captured to find that out.
+    """
+    with said_on_stderr():
+        found = target.find(name, options, buckets=ladder)
+        if not handles.is_handle(found.value):
+            raise UsageError(f"--model {name} gives a {type(found.value).__name__} and not a model")
+        if handles.most_tokens(found.value) != ladder.max:
+            raise UsageError(f"--model {name} gives a handle, whose buckets are made already: give the model itself")
+        log.print(f"capturing {len(ladder)} buckets of up to {ladder.max} tokens, to measure their memory")
+        found.value.capture()
+        small = _DECODE[options.compile :] if keeps_cache(found.value) else ()
+    stats = found.value.stats
+    return stats.driver_bytes // max(1, len(stats.buckets)), stats.pool_bytes + found.value.scratch_bytes, small
+
+
+def plans_for(lengths: Sequence[int], counts: Sequence[int], multiple_of: int = 1, also: Sequence[int] = ()) -> list[LadderPlan]:
+    """A plan for each number of buckets, ascending; none after the first that pads nothing.
+
+    ``also``: buckets that every ladder has besides, as far as they are smaller than its largest.
+    """
     sample = Counter(lengths)
     plans: list[LadderPlan] = []
     for k in sorted(set(counts)):
-        ladder = Ladder.fit(lengths, k, multiple_of)
-        geometric = min(_share(g, sample) for g in geometric_ladders(min(sample), max(sample), k, multiple_of))
-        plans.append(LadderPlan(k, ladder, _share(ladder, sample), geometric))
-        if len(ladder) < k or not plans[-1].share:
+        fitted = Ladder.fit(lengths, k, multiple_of)
+        geometric = geometric_ladders(min(sample), max(sample), k, multiple_of)
+        best, *others = (Ladder({*ladder, *(n for n in also if n < fitted.max)}) for ladder in (fitted, *geometric))
+        plans.append(LadderPlan(k, best, _share(best, sample), min(_share(other, sample) for other in others)))
+        if len(fitted) < k or not plans[-1].share:
             break
     return plans
 
@@ -163,4 +217,4 @@ def _draw(path: Path, lengths: Sequence[int], plans: Sequence[LadderPlan]) -> No
     try:
         canvas.print_figure(path)
     except (OSError, ValueError) as e:
-        raise UsageError(f"--plot {path}: {e}") from None
+        raise UsageError(f"--plot {path.name}: {e}") from None

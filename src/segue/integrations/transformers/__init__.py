@@ -73,7 +73,9 @@ def accelerate(
     _require_transformers()
     if strategy not in _STRATEGIES:
         raise UsageError(f"strategy={strategy!r} is not one that segue.accelerate() knows: use one of {_STRATEGIES}")
+    from segue.integrations.transformers import checks
     from segue.integrations.transformers.handle import Accelerated
+    from segue.integrations.transformers.layers_handle import AcceleratedLayers
     from segue.integrations.transformers.serving_handle import handle_of
     from segue.integrations.transformers.wrapped_models import served_in, whole_of
 
@@ -92,7 +94,22 @@ def accelerate(
         return before.with_options(**options)
     if before is not None:  # the same model with something else around it
         before.restore()
-    return Accelerated(whole, served, **options)
+    parts = checks.parts_of(served)
+    try:
+        return Accelerated(whole, served, parts, **options)
+    except UsageError as e:
+        if strategy == "prime":
+            raise
+        seen = e
+    try:
+        return AcceleratedLayers(whole, served, parts, **options)
+    except UsageError as e:
+        if str(e) == str(seen):
+            raise
+        raise UsageError(
+            f"{checks.describe(served)} can't be served: {seen}; and with its layers alone in graphs, {e}. Run it untouched, or "
+            "capture its forward with segue.GraphRunner and mark what is not token-wise with segue.break_point."
+        ) from e
 
 
 def _require_transformers() -> None:

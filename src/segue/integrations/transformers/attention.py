@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from segue.capture.compiled import as_input
 from segue.capture.thread_state import current_forward_ctx
 from segue.integrations.transformers import names
 
+T = TypeVar("T")
 NAME = "segue"  # the attention implementation, while a decoder's body runs
 
 # Attributes of an initialized layer, by the dtypes and device of its keys and values and the layer's own function. None: they
@@ -95,6 +96,7 @@ class LiveContext:
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)  # the caller's mode
     fresh: bool = False  # one prompt for an empty cache, as a prime graph takes it
     reached: list[int] | None = None  # layers whose attention got here, for the probe
+    calls: Sequence[dict[str, Any]] | None = None  # what each layer is given, by name, where that was seen
     _masks: Sequence[Any] | None = None
 
     @property
@@ -157,20 +159,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, module: Any, **options: An
     forward: LiveContext = current_forward_ctx()
     if forward.implementation.swapped:
         with forward.implementation.own():
-            return _in_callers_mode(forward, query, key, value, module, options)
-    return _in_callers_mode(forward, query, key, value, module, options)
+            return in_callers_mode(forward, _attend, forward, query, key, value, module, options)
+    return in_callers_mode(forward, _attend, forward, query, key, value, module, options)
 
 
-def _in_callers_mode(
-    forward: LiveContext, query: Tensor, key: Tensor, value: Tensor, module: Any, options: dict[str, Any]
-) -> Tensor:
-    """Run attention in the caller's inference mode, since an untouched forward would fill the cache with tensors of that mode."""
+def in_callers_mode(forward: LiveContext, run: Callable[..., T], *args: Any) -> T:
+    """``run(*args)`` in the caller's inference mode: an untouched forward would fill the cache with tensors of that mode."""
     if torch.is_inference_mode_enabled() is forward.inference:
-        return _attend(forward, query, key, value, module, options)
+        return run(*args)
     guard = _torch.inference_guard(forward.inference)
     try:
         torch.set_grad_enabled(False)  # until the guard goes: leaving inference mode turns gradients on
-        return _attend(forward, query, key, value, module, options)
+        return run(*args)
     finally:
         del guard
 
@@ -186,6 +186,8 @@ def _attend(
     mask = forward.masks[layer]
     if forward.cache is not None:
         init_layer(forward.cache, layer, key, value)
+        if keeps_what_it_gets(forward.cache, layer):
+            key, value = key.clone(), value.clone()  # the next replay overwrites what the graph handed over
         key, value = forward.cache.update(key, value, layer)
     out: Tensor = forward.attention(module, query, key, value, mask, **options, **forward.live)[0]
     return out if forward.batch == 1 else out.reshape(1, forward.batch * forward.length, *out.shape[2:])
@@ -194,6 +196,12 @@ def _attend(
 def _batched(t: Tensor, batch: int, length: int) -> Tensor:
     """[1, H, B*T, D] as a [B, H, T, D] view, strided as an eager forward's is."""
     return t.view(t.shape[1], batch, length, t.shape[3]).transpose(0, 1)
+
+
+def keeps_what_it_gets(cache: Any, at: int) -> bool:
+    """Whether layer ``at`` of a cache may hold on to the very tensors that it is given."""
+    layers = getattr(cache, "layers", ())
+    return at < len(layers) and type(layers[at]) not in names.copying_cache_layers()
 
 
 def init_layer(cache: Any, at: int, key: Tensor, value: Tensor) -> None:

@@ -18,8 +18,8 @@ class CompiledLayers:
     The untouched model is never compiled. Dynamo compiles the code of all layers once, since they share it.
     """
 
-    def __init__(self, decoder: Any, on_failure: Literal["raise", "eager"]) -> None:
-        self._decoder = decoder
+    def __init__(self, layers: nn.ModuleList, decoder: Any, on_failure: Literal["raise", "eager"]) -> None:
+        self._layers, self._decoder = layers, decoder
         self._on_failure: Literal["raise", "eager"] = on_failure
         self.enabled = False  # they may run compiled, which they do first at a number of tokens that no other size equals
         self._earlier = 0.0  # what compiling took for layers that are there no more
@@ -30,7 +30,7 @@ class CompiledLayers:
         """Compile the layers that the decoder has now, when they are called next."""
         self._earlier, self.enabled = self.seconds, False
         norm = getattr(self._decoder, "norm", None)
-        modules = [*self._decoder.layers, *([norm] if isinstance(norm, nn.Module) else [])]
+        modules = [*self._layers, *([norm] if isinstance(norm, nn.Module) else [])]
         self._forwards = [(m, compile_dynamic(m.forward, on_failure=self._on_failure)) for m in modules]
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 
 from segue.integrations.transformers import names, reasons
-
-# Arguments that change nothing for a decoder when they are None or False.
-_ABSENT_WHEN_FALSE = ("output_attentions", "output_hidden_states", "num_items_in_batch")
 
 
 @dataclass(slots=True)
@@ -44,16 +41,15 @@ class DecoderCall:
 
 
 class DecoderCallReader:
-    """Reads calls of ``forward``, a decoder's own."""
+    """Reads calls of ``forward``, a decoder's own. ``reads``: whether its code could read an extra argument of this name."""
 
-    def __init__(self, config: Any, forward: Callable[..., Any]) -> None:
-        self._config = config
+    def __init__(self, config: Any, forward: Callable[..., Any], reads: Callable[[str], bool]) -> None:
+        self._config, self._reads = config, reads
         self._signature = inspect.signature(forward)
         parameters = self._signature.parameters.values()
-        self._named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        self.named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
         self._open = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.cache_name = names.cache_name(forward)
-        self._layers = names.servable_cache_layers()
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DecoderCall | str:
         """The call, or the reason why it runs untouched, one of :mod:`~segue.integrations.transformers.reasons`."""
@@ -74,7 +70,7 @@ class DecoderCallReader:
             return reasons.NO_TENSOR
         shape = ids.shape if ids is not None else embeds.shape[:-1]
         reason = (
-            self._recorded(rest)
+            requested_output({**given, **rest}, self._config)
             or self._unknown({**given, **rest})
             or _shapes(shape, positions)
             or self._mask(mask)
@@ -86,21 +82,17 @@ class DecoderCallReader:
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The arguments that the forward names, and the others."""
-        if not args and (self._open or kwargs.keys() <= self._named):  # the usual call; to bind it takes ten times as long
-            named = self._named
+        if not args and (self._open or kwargs.keys() <= self.named):  # the usual call; to bind it takes ten times as long
+            named = self.named
             return {k: v for k, v in kwargs.items() if k in named}, {k: v for k, v in kwargs.items() if k not in named}
         given = self._signature.bind(*args, **kwargs).arguments
         return given, {**given.pop("kwargs", {})}
 
-    def _recorded(self, rest: dict[str, Any]) -> str | None:
-        for name in ("output_hidden_states", "output_attentions"):
-            if rest.get(name, getattr(self._config, name, False)):
-                return reasons.requested_output(name)
-        return None
-
     def _unknown(self, rest: dict[str, Any]) -> str | None:
-        strange = [k for k, v in rest.items() if v is not None and not (k in _ABSENT_WHEN_FALSE and v is False)]
-        return reasons.unknown_argument(strange[0]) if strange else None
+        if not rest:
+            return None
+        strange = [k for k, v in rest.items() if v is not None and not k.startswith("output_")]
+        return next((reasons.unknown_argument(name) for name in strange if self._reads(name)), None)
 
     def _mask(self, mask: Any) -> str | None:
         if isinstance(mask, dict):
@@ -118,8 +110,16 @@ class DecoderCallReader:
         layers = getattr(cache, "layers", None)
         if layers is None or getattr(cache, "offloading", False):
             return reasons.cache_type(cache, offloaded=layers is not None)
-        strange = next((layer for layer in layers if type(layer) not in self._layers), None)
-        return None if strange is None else reasons.cache_layers(strange)
+        return None
+
+
+def requested_output(kwargs: Mapping[str, Any], config: Any) -> str | None:
+    """The reason why a call runs untouched that asks for what only the modules inside the decoder see; None if it doesn't."""
+    for name in ("output_hidden_states", "output_attentions"):
+        if kwargs.get(name, getattr(config, name, False)):
+            return reasons.requested_output(name)
+    asked = (k for k, v in kwargs.items() if k.startswith("output_") and v)
+    return next(map(reasons.requested_output, asked), None)
 
 
 def _shapes(shape: torch.Size, positions: Any) -> str | None:

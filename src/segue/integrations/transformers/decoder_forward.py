@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -18,11 +18,23 @@ from segue.integrations.transformers.compiled_layers import CompiledLayers
 Serve = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
+class Breaks(Protocol):
+    """Modules that run live between two graphs."""
+
+    @property
+    def modules(self) -> Sequence[Any]:
+        """All of them."""
+
+    def active(self) -> AbstractContextManager[None]:
+        """Within this block, in which a body runs, their calls are breaks."""
+
+
 class Body:
     """``(x [N, D], position_ids [N]) -> hidden states [N, D]``, by the decoder's own forward. This is what is captured.
 
     That forward sees no mask and no cache: both are in the break, where they are live. ``layers``: run compiled. ``places``: the
-    names that the decoder reaches. The decoder itself and its embedding are called live, outside the graphs.
+    names that the decoder reaches. The decoder itself and its embedding are called live, outside the graphs. ``breaks``: modules
+    that run live as well.
     """
 
     owner = "the handle of segue.accelerate"  # whose recapture() errors name
@@ -32,9 +44,11 @@ class Body:
         decoder: Any,
         forward: Callable[..., Any],
         implementation: AttentionName,
+        breaks: Breaks,
         layers: CompiledLayers | None = None,
     ) -> None:
         self.decoder = decoder
+        self._breaks = breaks
         self._forward = forward
         self._implementation = implementation
         self._layers = layers
@@ -42,12 +56,13 @@ class Body:
 
     def look(self) -> None:
         """Take what the decoder's code decides by now for what is captured: one walk for all graphs."""
-        outside = self.decoder, self.decoder.get_input_embeddings()
+        outside = self.decoder, self.decoder.get_input_embeddings(), *self._breaks.modules
         # Whether attention is causal is handed to it as a plain value, by code that no walk from the decoder comes to.
         self.places = Places(self.decoder, outside=outside, also=("is_causal",), once=True)
 
     def __call__(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        with self._implementation.segue(), nullcontext() if self._layers is None else self._layers.active():
+        compiled = nullcontext() if self._layers is None else self._layers.active()
+        with self._implementation.segue(), self._breaks.active(), compiled:
             out = self._forward(
                 inputs_embeds=x[None],
                 position_ids=position_ids[None],

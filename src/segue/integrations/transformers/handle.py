@@ -12,16 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segue import _torch, _torch_modes
+from segue.capture import BreakableCapture
 from segue.capture.isolation import collected_once
 from segue.capture.modes import CallerModes, modes_now
 from segue.capture.thread_state import active_forward, reference_frame
-from segue.errors import StateChangedError, UsageError
+from segue.errors import CaptureError, StateChangedError, UsageError
 from segue.integrations.transformers import checks, names, prime_admission, reasons
+from segue.integrations.transformers.argument_names import ArgumentNames
 from segue.integrations.transformers.attention import NAME, AttentionName, LiveContext, attention_forward
 from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.decoder_calls import DecoderCall, DecoderCallReader
 from segue.integrations.transformers.decoder_forward import Body, ForwardPatch, own_forward
+from segue.integrations.transformers.decoder_parts import DecoderParts
 from segue.integrations.transformers.default_buckets import buckets_or_default
+from segue.integrations.transformers.layer_calls import NotSeen
+from segue.integrations.transformers.module_breaks import ModuleBreaks, Recorder, TokenBreak, culprit
 from segue.integrations.transformers.prime_first_token import (
     FirstTokenGraphs,
     ModelAround,
@@ -32,6 +37,7 @@ from segue.integrations.transformers.prime_first_token import (
     is_plain_head,
 )
 from segue.integrations.transformers.prime_trunk import not_causal
+from segue.integrations.transformers.probe import PROMPT, difference, jittered, prompt
 from segue.integrations.transformers.serving_handle import ServingHandle
 from segue.integrations.transformers.training_modes import TrainingModes
 from segue.integrations.transformers.weights import Weights
@@ -45,6 +51,8 @@ if TYPE_CHECKING:
     from segue.devices import Device
     from segue.runner import Stats
 
+_TRIAL = 3  # tokens of the trial capture
+
 
 class Accelerated(ServingHandle):
     """The handle of a model whose decoder is captured. :func:`segue.accelerate` says what its arguments are.
@@ -53,8 +61,8 @@ class Accelerated(ServingHandle):
     forward with a reason where graphs can't serve it. What graphs serve goes to :meth:`_graphed`.
     """
 
-    def __init__(self, module: Any, model: Any, **options: Any) -> None:
-        self._decoder = decoder = checks.decoder_of(model)
+    def __init__(self, module: Any, model: Any, parts: DecoderParts, **options: Any) -> None:
+        self._decoder = decoder = parts.decoder
         self._forward, self._model_forward = own_forward(decoder), own_forward(model)
         self._begin_with(module, model, options)
         self._patches = [ForwardPatch(decoder, self._serve)]
@@ -77,32 +85,33 @@ class Accelerated(ServingHandle):
         model, decoder = self._model, self._decoder
         checks.check_mode(model, decoder)
         checks.check_hooks(model, decoder)
+        self._parts = parts = checks.parts_now(model, decoder)
         self._device = checks.device_of(decoder)
         self._weights = Weights(decoder, self._device, live=(decoder.get_input_embeddings(),))
         self._modes = TrainingModes(decoder)
-        self._reader = DecoderCallReader(decoder.config, self._forward)
         self._implementation = AttentionName(m.config for m in decoder.modules() if hasattr(m, "config"))
-        self._compiled = CompiledLayers(decoder, on_failure) if compile else None
-        self._body = Body(decoder, self._forward, self._implementation, self._compiled)
-        self._layers = int(decoder.config.num_hidden_layers)
-        self._attention_module = decoder.layers[0].self_attn
+        self._compiled = CompiledLayers(parts.layers, decoder, on_failure) if compile else None
+        self._breaks = ModuleBreaks()
+        self._attention_module = parts.mixers[0].module
+        self._layers = len(parts.layers)
+        self._depth_name = names.of_config(decoder.config, "num_hidden_layers")
         self._retry = on_failure == "eager"
         AttentionInterface.register(NAME, attention_forward)
-        self._output: Any = None  # the decoder's output type, seen in the probe
         self._why_not: dict[str, str] = {}  # strategies that this model can't have
         self._prime: PrimeStrategy | None = None
-        self._probe()
+        self._asked_device = self._device if device is None else device
+        self._find_out()
         self._accept_caller_modes()
         self._strategy = _CountingBreakable()
         ladder = buckets_or_default(buckets, max_tokens, compile)
         self._prime = self._prime_strategy(strategy, ladder.max)
         runner = GraphRunner(
             self._body,
-            inputs={"x": Input(token_dim=0, pad=0.0), "position_ids": Input(token_dim=0, pad=0)},
+            inputs=self._inputs(),
             buckets=ladder,
             capture_ctx=self._capture_context,
             on_failure=on_failure,
-            device=self._device if device is None else device,
+            device=self._asked_device,
             strategies=[*([self._prime] if self._prime else []), self._strategy],
         )
         self._run_by(runner, self._device)
@@ -146,15 +155,14 @@ class Accelerated(ServingHandle):
         """
         self._refuse_restored()
         self._refuse_as_it_is()
-        ids = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         with self._one_at_a_time, torch.inference_mode(), collected_once():
-            x = self._decoder.get_input_embeddings()(ids)[0]
+            inputs, ctx = self._example(1)
             start, compiled = time.perf_counter(), self._compile_seconds
             self._compile()
-            summary = self._runner.capture(x, ids[0], ctx=self._capture_context(1))
+            summary = self._runner.capture(*inputs, ctx=ctx)
             more = []
             if not self._runner.disabled and (self._first_tokens is not None or self._prime is not None):
-                more.append(self._capture_primes(x))
+                more.append(self._capture_primes(inputs[0]))
             seconds, compiling = time.perf_counter() - start, self._compile_seconds - compiled
             if self._compiled is not None:
                 more.append(f"in all {seconds:.1f} s, of which {compiling:.1f} s compiling")
@@ -241,6 +249,8 @@ class Accelerated(ServingHandle):
             return self._graphed(call, self._here.run, decision)
         except StateChangedError as e:  # found while the first segment ran, which has left nothing
             return self._untouched_forward(self._changed() or reasons.changed(e.change, self._decoder), args, kwargs)
+        except NotSeen as e:  # before any layer ran
+            return self._untouched_forward(reasons.layers_called(str(e)), args, kwargs)
 
     def _serve_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the whole model: the first token of a fresh prompt by one graph, everything else by the model's own forward,
@@ -274,7 +284,7 @@ class Accelerated(ServingHandle):
             or not self._attention_as_captured()
             or self._layers_to_run() != self._layers
             or self._implementation.name != "sdpa"
-            or not_causal(self._decoder) is not None
+            or not_causal(self._parts) is not None
         ):
             return None
         if not self._around.unchanged():
@@ -314,13 +324,13 @@ class Accelerated(ServingHandle):
             return None
         self._model_output: Any = type(out)
         buckets = self._runner.prepare()
-        trunk = TokenTrunk(model, decoder=decoder, forward=self._forward, layers=self._compiled, rows=self._runner.ladder.max)
+        trunk = TokenTrunk(model, parts=self._parts, forward=self._forward, layers=self._compiled, rows=self._runner.ladder.max)
         recorder = buckets.recorder
         return FirstTokenGraphs(trunk, self._runner.ladder, recorder.device, recorder.pool, recorder.counters, self._retry)
 
     def _layers_to_run(self) -> Any:
         """How many layers a forward of the model runs now. ``generate(assistant_early_exit=...)`` drafts with the first few."""
-        return vars(self._decoder.config).get("num_hidden_layers")
+        return vars(self._decoder.config).get(self._depth_name)
 
     def _graphed(
         self, call: DecoderCall, run: Callable[..., Tensor] | None, decision: Decision | None, reached: list[int] | None = None
@@ -364,7 +374,7 @@ class Accelerated(ServingHandle):
         kept = self._implementation
         ctx = LiveContext(call.batch, call.length, cache, make_masks, masked, function, kept, live, reached=reached)
         prime = self._prime is not None and not self._here.without_prime and self._attention_as_captured(function)
-        ctx.fresh = prime and prime_admission.is_fresh(ctx, call.position_ids, self._decoder)
+        ctx.fresh = prime and prime_admission.is_fresh(ctx, call.position_ids, self._parts)
         return ctx
 
     def _compile(self) -> None:
@@ -373,13 +383,10 @@ class Accelerated(ServingHandle):
         if layers is None or layers.enabled:
             return
         layers.enabled, n = True, layers.tokens_to_compile_at
-        with torch.inference_mode(False), torch.no_grad():
-            x = self._decoder.get_input_embeddings().weight[:1].expand(n, -1).clone()
-            positions = torch.arange(n, device=self._device)
-        ctx = self._capture_context(n)
+        inputs, ctx = self._example(n)
         with torch.inference_mode(), active_forward(ctx), reference_frame(n, n):
             for _ in range(2):  # the second layer's inputs are what the first has made
-                self._body(x, positions)
+                self._body(*inputs)
 
     @property
     def _compile_seconds(self) -> float:
@@ -431,37 +438,123 @@ class Accelerated(ServingHandle):
         if strategy == "breakable":
             self._why_not["prime"] = 'strategy="breakable" was asked for'
             return None
+        if self._breaks.modules and strategy == "auto":
+            self._why_not["prime"] = f"a prime graph has no breaks, and {type(self._breaks.modules[0]).__name__} is one"
+            return None
         try:
-            return prime_admission.strategy(self._model, self._decoder, self._forward, rows, self._compiled)
+            return prime_admission.strategy(self._model, self._parts, self._forward, rows, self._compiled)
         except UsageError as e:
             if strategy == "prime":
                 raise
             self._why_not["prime"] = str(e)
             return None
 
+    def _find_out(self) -> None:
+        """Set up how this decoder is run, and prove it.
+
+        Raises:
+            UsageError: it isn't what the untouched model does.
+        """
+        self._reader = DecoderCallReader(self._decoder.config, self._forward, ArgumentNames(self._decoder).__contains__)
+        self._body = Body(self._decoder, self._forward, self._implementation, self._breaks, self._compiled)
+        self._check_whole_forward()
+        self._probe()
+        self._break_what_no_graph_holds()
+
+    def _check_whole_forward(self) -> None:
+        """Raise UsageError if the decoder's forward isn't one that runs whole: hidden states and positions in, no mask."""
+        missing = {"inputs_embeds", "attention_mask", "position_ids", "use_cache"} - self._reader.named
+        if missing:
+            raise UsageError(f"its forward has no argument {sorted(missing)[0]}")
+
+    def _inputs(self) -> dict[str, Any]:
+        """The inputs of the body."""
+        return {"x": Input(token_dim=0, pad=0.0), "position_ids": Input(token_dim=0, pad=0)}
+
     def _probe(self) -> None:
-        """Run two short prompts, one left-padded, with and without segue's body, no graphs.
+        """Run short conversations with and without segue's body, no graphs.
 
         Raises:
             UsageError: attention missed the break, or the results differ.
         """
-        size = self._decoder.get_input_embeddings().num_embeddings
-        ids = torch.tensor([[0, min(1, size - 1)], [min(2, size - 1), 0]], device=self._device)
-        mask = torch.tensor([[0, 1], [1, 1]], device=self._device)
-        reached: list[int] = []
-        with torch.no_grad():
-            out = self._forward(input_ids=ids, attention_mask=mask, use_cache=True)
-            self._output = type(out)
-            call = self._reader.read((), {"input_ids": ids, "attention_mask": mask, "use_cache": True})
-            if isinstance(call, str):
-                raise UsageError(f"{type(self._model).__name__}: its forward can't be read for a probe: {call}")
-            ours = self._graphed(call, self._plain, None, reached)
-            ours, out = (checks.results(o, mask, self._reader.cache_name) for o in (ours, out))
-            checks.check_probe(self._model, reached, self._layers, ours, out)
+        expected = self._expected_reach()
 
-    def _plain(self, x: Tensor, position_ids: Tensor, ctx: LiveContext) -> Tensor:
+        def untouched(given: dict[str, Any]) -> Any:
+            out = self._forward(**given)
+            self._output = type(out)
+            return out
+
+        def ours(given: dict[str, Any]) -> Any:
+            reached: list[int] = []
+            call = self._reader.read((), given)
+            if isinstance(call, str):
+                raise UsageError(f"its forward can't be read for a probe: {call}")
+            out = self._graphed(call, self._plain, None, reached)
+            if sorted(reached) != expected:
+                raise UsageError(
+                    f"attention of {self._layers} layers reached segue's break {len(reached)} times (layers "
+                    f"{sorted(set(reached))}): a layer that computes attention by itself would be frozen into the graph"
+                )
+            return out
+
+        with torch.no_grad(), jittered(self._decoder):
+            where = difference(self._forward, self._decoder, untouched, ours)
+        if where is not None:
+            raise UsageError(where)
+
+    def _expected_reach(self) -> list[int]:
+        """The layers of all breaks that a forward meets, in order."""
+        return list(range(self._layers))
+
+    def _break_what_no_graph_holds(self) -> None:
+        """Let modules run live that can't be captured, one after the other, until a trial capture goes through.
+
+        Raises:
+            UsageError: it doesn't, and no module is to blame for it.
+        """
+        found: list[TokenBreak] = []
+        while (error := self._trial_capture()) is not None:
+            module = culprit(error, self._parts)
+            if module is None or len(found) > self._layers or module in self._breaks.modules:
+                raise UsageError(str(error)) from error
+            kept = list(self._breaks)
+            alike = [m for m in self._decoder.modules() if type(m) is type(module)]
+            found = self._token_breaks(alike)
+            self._breaks.put([*kept, *found])
+            self._body.look()
+        if found:
+            self._probe()
+
+    def _token_breaks(self, modules: Sequence[Any]) -> list[TokenBreak]:
+        recorded, (batch, length) = Recorder(modules), PROMPT
+        with torch.no_grad(), recorded.listening():
+            self._forward(**prompt(self._decoder))
+        return [
+            TokenBreak(m, recorded.arguments[m], recorded.results[m], batch, length) for m in modules if m in recorded.results
+        ]
+
+    def _trial_capture(self) -> CaptureError | None:
+        """Capture the body once, of few tokens. Returns why that failed."""
+        inputs, ctx = self._example(_TRIAL)
+        trial = BreakableCapture(device=self._asked_device, name="a trial")
+        try:
+            with torch.inference_mode(), active_forward(ctx), trial:
+                self._body(*inputs)
+        except CaptureError as e:
+            return e
+        trial.close()
+        return None
+
+    def _example(self, tokens: int) -> tuple[tuple[Any, ...], LiveContext]:
+        """Inputs of the body for one sequence of ``tokens``, and the live context of that forward."""
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=self._device)
+        with torch.inference_mode():
+            x = self._decoder.get_input_embeddings()(ids)[0]
+            return (x, ids[0]), self._capture_context(tokens)
+
+    def _plain(self, *inputs: Any, ctx: LiveContext) -> Tensor:
         with active_forward(ctx):
-            return self._body(x, position_ids)
+            return self._body(*inputs)
 
 
 class _CountingBreakable(Breakable):

@@ -10,13 +10,13 @@ from typing import Any
 
 from transformers import cache_utils, masking_utils
 
-_CACHE_NAMES = ("cache", "past_key_values")
+CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "cache_params", "layer_past")  # the cache, or a recurrent state
 
 
 def cache_name(function: Callable[..., Any]) -> str:
     """The name of the argument of ``function`` that is the KV cache: ``past_key_values`` up to 5.17, ``cache`` in 5.24."""
     parameters = inspect.signature(function).parameters
-    return next((name for name in _CACHE_NAMES if name in parameters), _CACHE_NAMES[0])
+    return next((name for name in CACHE_NAMES if name in parameters), CACHE_NAMES[0])
 
 
 @functools.cache
@@ -38,6 +38,11 @@ def make_masks(config: Any, embeds: Any, attention_mask: Any, cache: Any, positi
     )
 
 
+def of_config(config: Any, name: str) -> str:
+    """The attribute in which a config of this family keeps what all call ``name``."""
+    return getattr(config, "attribute_map", {}).get(name, name)  # type: ignore[no-any-return]
+
+
 def new_cache(config: Any) -> Any:
     """An empty cache of the kind that a model's forward makes for itself."""
     return cache_utils.DynamicCache(config=config)
@@ -48,9 +53,11 @@ def cache_type() -> type[Any]:
     return cache_utils.DynamicCache  # type: ignore[no-any-return]
 
 
-def servable_cache_layers() -> tuple[type, ...]:
-    """The types of cache layers that a break may feed: they grow with every forward, and keep copies of what they get."""
-    return full_cache_layer(), cache_utils.DynamicSlidingWindowLayer
+@functools.cache
+def copying_cache_layers() -> frozenset[type]:
+    """The types of cache layers that are known to keep copies of what they are given."""
+    known = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
+    return frozenset(getattr(cache_utils, name) for name in known if hasattr(cache_utils, name))
 
 
 def full_cache_layer() -> type[Any]:

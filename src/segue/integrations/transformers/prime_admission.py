@@ -8,25 +8,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from segue.errors import UsageError
 from segue.integrations.transformers import names
 from segue.integrations.transformers.attention import LiveContext
 from segue.integrations.transformers.compiled_layers import CompiledLayers
+from segue.integrations.transformers.decoder_parts import DecoderParts
 from segue.integrations.transformers.prime_trunk import ModelTrunk, not_causal
+from segue.integrations.transformers.probe import first_difference, jittered, results
 from segue.prime.prime_strategy import PrimeStrategy
+
+_PROVEN = 7  # tokens
 
 
 def strategy(
-    model: Any, decoder: Any, forward: Callable[..., Any], rows: int, layers: CompiledLayers | None = None
+    model: Any, parts: DecoderParts, forward: Callable[..., Any], rows: int, layers: CompiledLayers | None = None
 ) -> PrimeStrategy:
     """Prime for the decoder of ``model``, whose own forward is ``forward``, in buckets of up to ``rows`` rows.
 
     Raises:
         UsageError: the model has no prime graphs.
     """
-    return PrimeStrategy(ModelTrunk(model, decoder=decoder, forward=forward, layers=layers), _prompts, most_rows=rows)
+    trunk = ModelTrunk(model, parts=parts, forward=forward, layers=layers)
+    _prove(trunk, parts, forward)
+    return PrimeStrategy(trunk, _prompts, most_rows=rows)
 
 
-def is_fresh(ctx: LiveContext, positions: Tensor | None, decoder: Any) -> bool:
+def _prove(trunk: ModelTrunk, parts: DecoderParts, forward: Callable[..., Any]) -> None:
+    """Run a short prompt through the trunk and through the untouched decoder.
+
+    Raises:
+        UsageError: they differ.
+    """
+    weight = parts.decoder.get_input_embeddings().weight
+    ids = torch.randint(len(weight), (_PROVEN,), generator=torch.Generator().manual_seed(2), device="cpu").to(weight.device)
+    offsets = torch.tensor([0, _PROVEN], device=weight.device)
+    with torch.no_grad(), jittered(parts.decoder):
+        cache = trunk.new_cache(_PROVEN)
+        hidden = trunk.forward(trunk.embed(ids), offsets, cache)[None]
+        out = forward(input_ids=ids[None], use_cache=True, return_dict=True)
+        real = torch.ones(1, _PROVEN, dtype=torch.bool, device="cpu")
+        want = results(out, getattr(out, names.cache_name(forward)), real, _PROVEN)
+        got = results(type(out)(last_hidden_state=hidden), cache, real, _PROVEN)
+    where = first_difference(want, got)
+    if where is not None:
+        raise UsageError(
+            f"{type(trunk.model).__name__}: in a prompt of {_PROVEN} tokens by a trunk {where}, so prime graphs can't serve it. "
+            'Use strategy="breakable"'
+        )
+
+
+def is_fresh(ctx: LiveContext, positions: Tensor | None, parts: DecoderParts) -> bool:
     """Whether a forward is one whole prompt for an empty cache of growing layers, at its usual positions.
 
     A cache of a subclass may do something of its own in ``update()``, which a copy-out doesn't call. And without causal
@@ -34,9 +65,9 @@ def is_fresh(ctx: LiveContext, positions: Tensor | None, decoder: Any) -> bool:
 
     ``positions``: [1, n] as the caller gave them. Looking at them waits for the device, which has nothing to do yet.
     """
-    if ctx.batch != 1 or not is_empty(ctx.cache, len(decoder.layers)) or ctx.implementation.name != "sdpa":
+    if ctx.batch != 1 or not is_empty(ctx.cache, len(parts.layers)) or ctx.implementation.name != "sdpa":
         return False
-    if not_causal(decoder) is not None:
+    if not_causal(parts) is not None:
         return False
     # Without a mask of the caller's, full attention at the usual positions has none but the causal one.
     if ctx.masked and {*map(type, ctx.masks)} - {type(None)}:

@@ -194,7 +194,8 @@ class ModelAround:
     def __init__(self, model: Any, decoder: Any, patch: Any) -> None:
         self._decoder, self._patch = vars(decoder), patch
         self._model, self._forward = model, type(model).forward
-        self._ends = decoder.get_input_embeddings(), model.get_output_embeddings()
+        ends = decoder.get_input_embeddings(), model.get_output_embeddings()
+        self._ends = tuple(end for end in ends if end is not None)  # a bare decoder has no head
         self._names = {id(m): name for name, m in model.named_modules() if m in self._ends}
         self._as_captured = [_computes(end) for end in self._ends]
         between = [m for m in model.modules() if m is not model and m is not decoder and any(c is decoder for c in m.modules())]

@@ -15,6 +15,7 @@ from segue.errors import InputError, UsageError
 from segue.integrations.transformers import checks, names
 from segue.integrations.transformers.attention import NAME, AttentionName, attention_forward, attention_goes_to
 from segue.integrations.transformers.compiled_layers import CompiledLayers
+from segue.integrations.transformers.decoder_parts import DecoderParts
 from segue.prime import Rows, cut_here
 
 _TOGETHER = 8  # keys and values of so many layers are kept in one fused copy: each copy alone takes the device 2 us
@@ -62,7 +63,7 @@ class ModelTrunk:
 
     Args:
         model: a ``PreTrainedModel`` with a language-model head, in eval mode, on one device.
-        decoder: its decoder, where ``model`` is accelerated already; ``forward`` is the decoder's own then.
+        parts: its decoder and layers, where ``model`` is accelerated already; ``forward`` is the decoder's own then.
         layers: the decoder's layers, to run compiled.
 
     Raises:
@@ -75,25 +76,30 @@ class ModelTrunk:
         self,
         model: Any,
         *,
-        decoder: Any = None,
+        parts: DecoderParts | None = None,
         forward: Callable[..., Any] | None = None,
         layers: CompiledLayers | None = None,
     ) -> None:
         from transformers import AttentionInterface
 
         self.model, self._layers = model, layers
-        self._accelerated = decoder is not None
-        self._decoder = checks.decoder_of(model) if decoder is None else decoder
+        self._accelerated = parts is not None
+        if parts is None:
+            parts = checks.parts_of(model)
+            checks.check_mode(model, parts.decoder)
+            checks.check_hooks(model, parts.decoder)
+        self._decoder = parts.decoder
         self._forward: Callable[..., Any] = self._decoder.forward if forward is None else forward
         self._config = self._decoder.config
         self._implementation = AttentionName(m.config for m in self._decoder.modules() if hasattr(m, "config"))
         self._device = checks.device_of(self._decoder)
-        self._attention = self._decoder.layers[0].self_attn
-        self._shape = 2 * len(self._decoder.layers), self._config.num_key_value_heads, self._attention.head_dim
+        self._parts = parts
+        self._attention = parts.mixers[0].module
         self._cache_name = names.cache_name(self._forward)
         self._blocks: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
         self._check_layers()
         self._check_causal()
+        self._shape = self._shape_of_cache()
         if model.get_output_embeddings() is None:
             raise UsageError(f"{type(model).__name__} has no language-model head, and a prime graph ends in logits")
         AttentionInterface.register(NAME, attention_forward)
@@ -174,10 +180,10 @@ class ModelTrunk:
             InputError: the session is no cache of this model.
         """
         strange = next(iter({*map(type, session.layers)} - {names.full_cache_layer()}), None)
-        if strange is not None or len(session.layers) not in (0, len(self._decoder.layers)):
+        if strange is not None or len(session.layers) not in (0, len(self._parts.layers)):
             what = f"{len(session.layers)} layers" if strange is None else f"layers of type {strange.__name__}"
             raise InputError(
-                f"a session with {what} is of another model: {type(self.model).__name__} has {len(self._decoder.layers)} "
+                f"a session with {what} is of another model: {type(self.model).__name__} has {len(self._parts.layers)} "
                 "layers of full attention. Give a fresh DynamicCache(config=model.config)"
             )
         self._blocks[session] = self._block(n)
@@ -235,12 +241,27 @@ class ModelTrunk:
             running.flush()
 
     def _check_causal(self) -> None:
-        where = not_causal(self._decoder)
+        where = not_causal(self._parts)
         if where is not None:
             raise UsageError(
                 f"{type(self.model).__name__}: {where} is False, and a prime graph relies on causal attention to keep its "
                 'padded rows from the real ones. Use strategy="breakable"'
             )
+
+    def _shape_of_cache(self) -> tuple[int, int, int]:
+        """Keys and values of all layers, heads, and the size of each, as an untouched forward of one token leaves them."""
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        with torch.no_grad():
+            out = self._forward(input_ids=ids, use_cache=True, return_dict=True)
+        kept = [t for layer in getattr(out, self._cache_name).layers for t in (layer.keys, layer.values)]
+        shapes = {tuple(t.shape) for t in kept}
+        if len(shapes) != 1 or len(kept) != 2 * len(self._parts.layers):
+            raise UsageError(
+                f"{type(self.model).__name__} keeps {len(kept)} tensors of shapes {sorted(shapes)} for its "
+                f"{len(self._parts.layers)} layers, and a prime graph fills a cache of equal ones. Use strategy=\"breakable\""
+            )
+        _, heads, _, size = shapes.pop()
+        return len(kept), heads, size
 
     def _check_layers(self) -> None:
         growing = names.full_cache_layer()
@@ -252,13 +273,11 @@ class ModelTrunk:
             )
 
 
-def not_causal(decoder: Any) -> str | None:
+def not_causal(parts: DecoderParts) -> str | None:
     """What says that attention isn't causal; None where all of it is."""
-    if not getattr(decoder.config, "is_causal", True):
+    if not getattr(parts.decoder.config, "is_causal", True):
         return "config.is_causal"
-    # The device waits for this before each fresh prompt, so it goes past the modules' own look-up, which is slow.
-    for layer in decoder.layers._modules.values():
-        attention = layer._modules["self_attn"]
-        if not getattr(attention, "is_causal", True):
-            return f"layers.{attention.layer_idx}.self_attn.is_causal"
+    for mixer in parts.mixers:  # the device waits for this before each fresh prompt
+        if not vars(mixer.module).get("is_causal", True):
+            return f"layers.{mixer.layer}.{mixer.kind}.is_causal"
     return None

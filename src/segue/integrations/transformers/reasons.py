@@ -77,16 +77,16 @@ def cache_type(cache: object, offloaded: bool) -> Reason:
     return Reason(f"a cache of type {kind}", "Give a DynamicCache, or none")
 
 
-def cache_layers(layer: object) -> Reason:
-    """The cache has a layer of a kind that breaks can't feed."""
-    kind = type(layer).__name__
-    how = "cache_implementation='static'" if "Static" in kind else "cache_implementation="
-    return Reason(f"a cache whose layers are {kind}", f"Leave out {how}, or give a DynamicCache: segue needs no other")
+def layers_called(otherwise: str) -> Reason:
+    """The decoder's forward doesn't give its layers what it gave when the model was accelerated."""
+    return Reason(otherwise, "Leave out what this call asks for beside tokens, mask and cache")
 
 
 def changed(change: Change, decoder: Any) -> Reason:
     """Something that the decoder's code decides by is another thing than in the graphs."""
-    path = change.path.removeprefix(f"{type(decoder).__qualname__}.").removeprefix("Prime.trunk.model.")
+    path = change.path
+    for holder in (f"{type(decoder).__qualname__}.", "Prime.trunk.model.", "Prime.trunk._decoder."):
+        path = path.removeprefix(holder)
     match change.kind:
         case "global hook":
             return GLOBAL_HOOK
