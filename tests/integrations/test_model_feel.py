@@ -132,7 +132,7 @@ def test_its_repr_says_what_it_serves(make: Make, graphed: Make, ids: Make) -> N
     handle = graphed(make())
     assert repr(handle) == (
         "<segue handle of LlamaForCausalLM; strategies: breakable, prime, first token; "
-        "live: embedding, attention and KV cache of 3 layers, head; captured buckets: none; no forward yet>"
+        "live: embedding, attention and cache in 3 LlamaAttention, head; captured buckets: none; no forward yet>"
     )
     with torch.inference_mode():
         for _ in range(3):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from segue.capture.comparisons import Change
+from segue.devices import Device
 from segue.integrations.transformers import reasons as of_models
 from segue.runner import reasons as of_runners
 from segue.runner.reasons import Reason, remedy_of
@@ -84,7 +85,7 @@ def test_the_report_says_the_share_the_buckets_and_what_is_live(make: Make, grap
             handle(ids(2, 3))
     report = handle.report()
     assert report.startswith("# LlamaForCausalLM, accelerated\n\n50.0% of 4 forwards were replayed.\n\n|  |  |\n| --- | --- |\n")
-    assert "| live, outside the graphs | embedding, attention and KV cache of 3 layers, head |" in report
+    assert "| live, outside the graphs | embedding, attention and cache in 3 LlamaAttention, head |" in report
     assert "| buckets with a graph | 8 |" in report and "| graph memory | " in report
     assert "because" not in report
 
@@ -101,6 +102,16 @@ def test_it_says_why_prime_does_not_serve_a_model(
 ) -> None:
     report = graphed(make(family), **options).report()
     assert why in report and "| first token | it takes prime graphs" in report and "| strategies | breakable |" in report
+
+
+def test_modules_that_are_live_as_a_whole_are_named(graphed: Make, device: Device) -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    torch.manual_seed(0)
+    config = BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
+    report = graphed(BloomForCausalLM(config).eval().to(device.torch_device)).report()
+    assert "| live, outside the graphs | the forward around the layers, 2 BloomAttention |" in report
+    assert "| prime | its forward runs live around its layers, and a prime graph holds a whole one |" in report
 
 
 def test_a_head_of_its_own_is_why_first_tokens_have_no_graph(make: Make, graphed: Make) -> None:

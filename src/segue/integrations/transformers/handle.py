@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -136,7 +137,8 @@ class Accelerated(ServingHandle):
     @property
     def boundaries(self) -> tuple[str, ...]:
         """What runs live before, between and after the graphs, in words."""
-        return "embedding", f"attention and KV cache of {self._layers} layers", "head"
+        head = () if self._model is self._decoder else ("head",)
+        return ("embedding", *self._live_modules(), *head)
 
     @property
     def scratch_bytes(self) -> int:
@@ -174,6 +176,13 @@ class Accelerated(ServingHandle):
         """The bucket of a forward of ``tokens`` tokens, its segments and its breaks; 0 and 0 before its capture."""
         bucket = self._runner.admit(tokens).bucket
         return bucket, *self._strategy.captured.get(bucket or 0, (0, 0))
+
+    def _live_modules(self) -> list[str]:
+        """The modules that are breaks, whole or but for their projections, by class."""
+        whole = {id(each.module) for each in self._breaks}
+        kept = Counter(type(mixer.module).__name__ for mixer in self._parts.mixers if id(mixer.module) not in whole)
+        found = [f"attention and cache in {count} {name}" for name, count in kept.items()]
+        return found + [f"{count} {name}" for name, count in Counter(type(each.module).__name__ for each in self._breaks).items()]
 
     def _owners(self) -> Sequence[Any]:
         return [owner for owner in (self._first_tokens, self._runner) if owner is not None]

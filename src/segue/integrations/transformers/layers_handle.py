@@ -152,8 +152,13 @@ class AcceleratedLayers(Accelerated):
             inputs["rows"] = [Input(token_dim=0, pad=pad_of(dtype)) for dtype in self._arguments.dtypes]
         return inputs
 
+    @property
+    def boundaries(self) -> tuple[str, ...]:
+        """What runs live before, between and after the graphs, in words."""
+        return ("the forward around the layers", *self._live_modules())
+
     def _prime_strategy(self, strategy: str, rows: int) -> None:
-        return None
+        self._why_not["prime"] = "its forward runs live around its layers, and a prime graph holds a whole one"
 
     def _layers_to_run(self) -> int:
         return self._layers  # a forward that calls fewer is found out by its stubs

@@ -56,7 +56,11 @@ class ServingHandle(Handle):
         Raises:
             UsageError: the handle was restored, or the model as it is now can't be served; says why. The graphs stay then.
         """
-        self._remake(self._options)
+        self._refuse_restored()
+        try:
+            self._remake(self._options)
+        except UsageError as e:
+            raise UsageError(f"{type(self._model).__name__} can't be served as it is now, and its graphs stay. {e}") from e
 
     def with_options(self, **options: Any) -> Self:
         """This handle, serving by other options of :func:`segue.accelerate`: with others than before, every graph is dropped.
