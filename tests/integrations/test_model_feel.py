@@ -96,7 +96,6 @@ def test_a_trainer_trains_and_evaluates_it(make: Make, graphed: Make, tmp_path: 
     from transformers import Trainer, TrainingArguments
 
     model = make()
-    model.config.dtype = model.dtype  # as a model that was loaded has it
     handle = graphed(model)
     rows = [{"input_ids": torch.arange(1, 7) + i, "labels": torch.arange(1, 7) + i} for i in range(6)]
     use_cpu = model.device.type == "cpu"
@@ -115,9 +114,10 @@ def test_a_trainer_trains_and_evaluates_it(make: Make, graphed: Make, tmp_path: 
     assert handle.stats.replayed == 1 and handle.stats.eager == 2
 
 
-def test_saving_a_loaded_model_leaves_its_graphs_in_use(make: Make, graphed: Make, ids: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loaded", [True, False])
+def test_saving_a_model_leaves_its_graphs_in_use(loaded: bool, make: Make, graphed: Make, ids: Make, tmp_path: Path) -> None:
     model = make()
-    model.config.dtype = model.dtype
+    model.config.dtype = model.dtype if loaded else None
     handle = graphed(model)
     with torch.inference_mode():
         for _ in range(3):

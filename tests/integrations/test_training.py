@@ -54,6 +54,22 @@ def test_embeddings_that_require_gradients_get_them(make: Make, graphed: Make) -
     assert handle.stats.eager == 1 and handle.stats.warmed == 1
 
 
+@pytest.mark.parametrize("what", ["hook", "another embedding"])
+def test_embeddings_made_by_the_model_that_require_gradients_get_them(what: str, make: Make, graphed: Make, ids: Make) -> None:
+    model, prompt = make().requires_grad_(False), ids(1, 6)
+    handle = graphed(model)
+    for _ in range(3):
+        model(prompt)
+    if what == "hook":
+        handle.enable_input_require_grads()
+    else:
+        model.set_input_embeddings(torch.nn.Embedding(97, 64, device=model.device))
+    assert model(prompt).logits.requires_grad and handle.stats.reasons == {"gradients are required": 1}
+    with torch.no_grad():
+        model(prompt)
+    assert handle.stats.eager == 1
+
+
 def test_a_head_that_is_trained_alone_gets_its_gradients(make: Make, graphed: Make, ids: Make) -> None:
     model, prompt = make(), ids(1, 6)
     model.model.requires_grad_(False)

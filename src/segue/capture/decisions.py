@@ -145,6 +145,8 @@ class Decisions:
             if len(held) > MOST_ITEMS and isinstance(obj, CONTAINERS):
                 self._large[path] = None
             for place, value in held if path not in self._large else ():
+                if isinstance(aliases, dict) and place.key == "dtype" and value is None:
+                    continue  # a config without a dtype is given that of the weights when it is saved
                 by_name = isinstance(obj, _WHOLE) or place.key in self._names or place.key in mapped
                 by_name = by_name or (is_module and id(obj) not in self._outside and _is_acting_hook(obj, place, value))
                 if (by_name or isinstance(value, nn.Module)) and self._contexts.find(value) is None:

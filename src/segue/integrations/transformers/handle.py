@@ -39,7 +39,7 @@ from segue.integrations.transformers.prime_first_token import (
 )
 from segue.integrations.transformers.prime_trunk import not_causal
 from segue.integrations.transformers.probe import PROMPT, difference, jittered, prompt
-from segue.integrations.transformers.serving_handle import ServingHandle
+from segue.integrations.transformers.serving_handle import RunsUntouched, ServingHandle
 from segue.integrations.transformers.training_modes import TrainingModes
 from segue.integrations.transformers.weights import Weights
 from segue.prime.prime_strategy import PrimeStrategy
@@ -258,6 +258,8 @@ class Accelerated(ServingHandle):
             return self._graphed(call, self._here.run, decision)
         except StateChangedError as e:  # found while the first segment ran, which has left nothing
             return self._untouched_forward(self._changed() or reasons.changed(e.change, self._decoder), args, kwargs)
+        except RunsUntouched as e:
+            return self._untouched_forward(e.reason, args, kwargs)
         except NotSeen as e:  # before any layer ran
             return self._untouched_forward(reasons.layers_called(str(e)), args, kwargs)
 
@@ -354,6 +356,7 @@ class Accelerated(ServingHandle):
         positions = call.positions(cache, embeds.device)
         ctx = self._context(call, embeds, cache, positions, reached)
         x = embeds.reshape(call.tokens, embeds.shape[-1])
+        self._refuse_gradients(x)
         flat = positions.expand(call.batch, call.length).reshape(call.tokens).long()
         if run is None:
             assert decision is not None

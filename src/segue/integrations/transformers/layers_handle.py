@@ -167,6 +167,7 @@ class AcceleratedLayers(Accelerated):
         self, call: Any, run: Callable[..., Tensor] | None, decision: Decision | None, reached: list[int] | None = None
     ) -> Any:
         def finish(x: Tensor, calls: list[Named]) -> Tensor:
+            self._refuse_gradients(x)
             inputs, ctx = self._seen(x, calls, call.batch, call.length, reached)
             hidden = self._runner(*inputs, ctx=ctx, decision=decision) if run is None else run(*inputs, ctx=ctx)
             return from_rows(hidden, self._arguments.axis, call.batch)

@@ -26,6 +26,14 @@ log = logging.getLogger("segue")
 _serving: weakref.WeakSet[ServingHandle] = weakref.WeakSet()
 
 
+class RunsUntouched(Exception):
+    """A call that was going to be served must run untouched, for ``reason``. Nothing has been done that outlives it."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 class ServingHandle(Handle):
     """A handle whose forward patches call :meth:`_serve`.
 
@@ -185,6 +193,11 @@ class ServingHandle(Handle):
             self._not_taken_in = change
             return False
         return True
+
+    def _refuse_gradients(self, x: Tensor) -> None:
+        """Raise RunsUntouched if what was made live for the graphs, such as embeddings, has gradients to record."""
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RunsUntouched(reasons.GRADIENTS)
 
     def _needs_gradients(self, *inputs: Tensor | None) -> bool:
         """Whether a forward of ``inputs`` has to record gradients."""
