@@ -70,8 +70,15 @@ def accelerate(
     _require_transformers()
     if strategy not in _STRATEGIES:
         raise UsageError(f"strategy={strategy!r} is not one that segue.accelerate() knows: use one of {_STRATEGIES}")
+    from segue.integrations.transformers import encoder_probe
     from segue.integrations.transformers.handle import Accelerated
 
+    if encoder_probe.is_encoder(model):
+        from segue.integrations.transformers.encoder_handle import EncoderHandle
+
+        return EncoderHandle(
+            model, max_tokens=max_tokens, compile=compile, buckets=buckets, on_failure=on_failure, device=device
+        )
     return Accelerated(
         model,
         max_tokens=max_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -16,10 +16,14 @@ class CompiledLayers:
     """Puts compiled forwards in the place of those of a decoder's layers and final norm, for as long as a body runs.
 
     The untouched model is never compiled. Dynamo compiles the code of all layers once, since they share it.
+
+    ``parts``: gives the modules that are compiled; by default the decoder's layers and final norm.
     """
 
-    def __init__(self, decoder: Any, on_failure: Literal["raise", "eager"]) -> None:
-        self._decoder = decoder
+    def __init__(
+        self, decoder: Any, on_failure: Literal["raise", "eager"], parts: Callable[[Any], list[nn.Module]] | None = None
+    ) -> None:
+        self._decoder, self._parts = decoder, parts or _layers_and_norm
         self._on_failure: Literal["raise", "eager"] = on_failure
         self.enabled = False  # they may run compiled, which they do first at a number of tokens that no other size equals
         self._earlier = 0.0  # what compiling took for layers that are there no more
@@ -29,9 +33,7 @@ class CompiledLayers:
     def wrap(self) -> None:
         """Compile the layers that the decoder has now, when they are called next."""
         self._earlier, self.enabled = self.seconds, False
-        norm = getattr(self._decoder, "norm", None)
-        modules = [*self._decoder.layers, *([norm] if isinstance(norm, nn.Module) else [])]
-        self._forwards = [(m, compile_dynamic(m.forward, on_failure=self._on_failure)) for m in modules]
+        self._forwards = [(m, compile_dynamic(m.forward, on_failure=self._on_failure)) for m in self._parts(self._decoder)]
 
     @property
     def tokens_to_compile_at(self) -> int:
@@ -68,3 +70,8 @@ class CompiledLayers:
                     module.__dict__.pop("forward", None)
                 else:
                     module.__dict__["forward"] = own
+
+
+def _layers_and_norm(decoder: Any) -> list[nn.Module]:
+    norm = getattr(decoder, "norm", None)
+    return [*decoder.layers, *([norm] if isinstance(norm, nn.Module) else [])]

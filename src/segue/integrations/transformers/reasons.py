@@ -96,3 +96,26 @@ def other_depth(now: object, before: int) -> str:
 def other_mode(name: str, now: str, before: str) -> str:
     """The caller's mode ``name`` is not what it was at the capture."""
     return f"{name} {now}, and {before} before: {_RECAPTURE}"
+
+
+# Encoders.
+TRAINING = "the model is in training mode"
+GRADIENTS = "gradients are to be recorded"
+DEVICES = "inputs or weights on another device than the graphs"
+SHAPES = "inputs of more shapes than get graphs"
+WEIGHTS = "weights lie elsewhere than when they were captured: recapture() takes them in"
+
+
+def not_a_tensor(argument: str) -> str:
+    """The argument is something else than a tensor."""
+    return f"{argument} that is no tensor"
+
+
+def without(argument: str) -> str:
+    """The call doesn't give the main input."""
+    return f"no {argument}"
+
+
+def shape(argument: str) -> str:
+    """The argument has another shape than the tokens."""
+    return f"{argument} that is not [batch, tokens]"

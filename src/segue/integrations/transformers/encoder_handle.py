@@ -1,0 +1,313 @@
+"""The handle of an accelerated encoder: its whole forward, masks included, is one graph for each padded length and number of rows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from segue import _torch, _torch_modes, environment
+from segue.capture.code_names import is_library
+from segue.capture.isolation import collected_once
+from segue.capture.modes import CallerModes, modes_now
+from segue.errors import ReplayError, StateChangedError, UsageError
+from segue.integrations.transformers import checks, encoder_probe, reasons
+from segue.integrations.transformers.base_handle import Handle
+from segue.integrations.transformers.compiled_layers import CompiledLayers
+from segue.integrations.transformers.decoder_forward import ForwardPatch
+from segue.integrations.transformers.encoder_buckets import EncoderGrid
+from segue.integrations.transformers.encoder_calls import SIDES, Boundary, EncoderCall, EncoderCallReader
+from segue.integrations.transformers.encoder_forward import EncoderBody, places_of
+from segue.integrations.transformers.encoder_graphs import EncoderGraphs, Run, TooManyShapes
+from segue.integrations.transformers.training_modes import TrainingModes
+from segue.runner import CaptureSummary, GraphRunner, Ladder
+from segue.runner.admission import NO_BUCKET, TRACED
+from segue.runner.memory_budget import Cost
+from segue.runner.progress import Progress
+from segue.runner.write_log import generators_kept
+
+if TYPE_CHECKING:
+    from segue.devices import Device
+    from segue.runner import Stats
+
+_MODES = {_torch_modes.DEFAULT_DTYPE.name, _torch_modes.ATTENTION.name, _torch_modes.CUDNN.name}  # read by what is captured
+
+
+class EncoderHandle(Handle):
+    """The handle of a model without a decoder. :func:`segue.accelerate` says what its arguments are.
+
+    ``max_tokens`` is that of one graph: batches of more tokens run in pieces, since every row is a sequence by itself. A bucket in
+    ``stats`` is rows times padded tokens. ``buckets`` are padded lengths of a row.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_tokens: int,
+        compile: bool,
+        buckets: Ladder | Iterable[int] | None,
+        on_failure: Literal["raise", "eager"],
+        device: str | Device | None,
+    ) -> None:
+        checks.check_mode(model, model)
+        checks.check_hooks(model, model)
+        if any(isinstance(vars(m).get("forward"), ForwardPatch) for m in model.modules()):
+            raise UsageError(
+                f"{type(model).__name__} is accelerated already: call restore() on the handle of the first time"
+            )
+        self._place = checks.device_of(model)
+        self._device: Any = self._place if device is None else device
+        self._on_failure: Literal["raise", "eager"] = on_failure
+        self._grid = EncoderGrid(buckets, max_tokens, _longest(model))
+        self._one_at_a_time = threading.RLock()
+        self._untouched: Counter[str] = Counter()
+        self._restored, self._compile_wanted = False, compile
+        self._begin(model)
+        self._settle()
+        self._patch = ForwardPatch(self._boundary.module, self._serve)
+        self._patch.apply()
+
+    @property
+    def stats(self) -> Stats:
+        """The runners' counts, with the forwards that ran untouched under ``eager`` and ``reasons``.
+
+        ``buckets``: rows times padded tokens. A batch that runs in pieces counts once for each.
+        """
+        return self._graphs.stats(self._untouched)
+
+    def capture(self) -> CaptureSummary:
+        """Capture, for each padded length, a single row and the most rows, instead of each bucket at its second call.
+
+        They take the inputs that tokenizers give this model. Other numbers of rows, and other inputs, are captured when they come.
+
+        Raises:
+            UsageError: the handle was restored, or the model can't be served as it is now.
+        """
+        self._check_usable()
+        reason = self._reason()
+        if reason is not None:
+            raise UsageError(f"nothing is captured: {reason}")
+        with self._one_at_a_time, torch.inference_mode(), collected_once(), generators_kept(self._place):
+            start, compiling, before = time.perf_counter(), self._compile_seconds, set(self._graphs.captured)
+            if environment.disabled():
+                return CaptureSummary((), 0, 0, 0.0, Cost(0, 0))
+            self._compile()
+            names = [name for name in self._boundary.names if name not in SIDES or self._is_usual(name)]
+            progress = Progress(0, True)
+            with progress.showing():
+                for bucket in self._graphs.capture(names):
+                    progress.bucket(bucket, _torch.free_bytes(self._place))
+            stats = self._graphs.stats(Counter())
+            done = [parts for key, parts in self._graphs.captured.items() if key not in before]
+            summary = CaptureSummary(
+                buckets=stats.buckets,
+                segments=sum(graphs for graphs, _ in done),
+                breaks=0,
+                seconds=time.perf_counter() - start,
+                cost=Cost(stats.pool_bytes, stats.driver_bytes),
+                compile_seconds=self._compile_seconds - compiling,
+            )
+            progress.close(summary)
+            return summary
+
+    def recapture(self) -> None:
+        """Drop every graph, so that each bucket is captured anew. Needed after weights moved or modules were replaced.
+
+        Raises:
+            UsageError: the handle was restored, or the model as it is now can't be served; says why.
+        """
+        with self._one_at_a_time:
+            self._check_usable()
+            checks.check_mode(self._model, self._model)
+            checks.check_hooks(self._model, self._model)
+            self._patch.undo()
+            self._graphs.close()
+            try:
+                self._settle()
+            finally:
+                self._patch = ForwardPatch(self._boundary.module, self._serve)
+                self._patch.apply()
+
+    def graphs_of(self, tokens: int) -> tuple[int | None, int, int]:
+        """The bucket of one row of ``tokens`` tokens, its segments and its breaks; 0 and 0 before its capture."""
+        return self._graphs.bucket_of(tokens)
+
+    def restore(self) -> None:
+        """Give the model its own forward back and free the graphs. May be called again."""
+        if not self._restored:
+            self._restored = True
+            self._patch.undo()
+            self._graphs.close()
+
+    def _reference(self) -> Run:
+        return _by_reference
+
+    def _settle(self) -> None:
+        """Find the boundary of the model as it is now, and begin without graphs."""
+        self._boundary = boundary = encoder_probe.find(self._model, self._try)
+        self._modes, self._places = TrainingModes(boundary.module), places_of(boundary)
+        self._compiled = CompiledLayers(boundary.module, self._on_failure, _parts) if self._compile_wanted else None
+        self._reader = EncoderCallReader(boundary, self._model.config)
+        self._graphs = EncoderGraphs(
+            boundary, self._grid, self._places, self._compiled, self._on_failure, self._device
+        )
+        self._accept_modes()
+
+    def _try(self, boundary: Boundary) -> None:
+        """Warm up, capture and replay a small bucket of a boundary, and compare with its own forward.
+
+        Raises:
+            SegueError: it can't be captured. UsageError: the replay differs.
+        """
+        graphs = EncoderGraphs(boundary, self._grid, places_of(boundary), None, "raise", self._device)
+        reader = EncoderCallReader(boundary, self._model.config)
+        tokens = self._grid.lengths[0] - 1 or 1
+        try:
+            for seed in range(3):
+                given = boundary.example(1, tokens, torch.Generator().manual_seed(seed))
+                call = reader.read((), {boundary.main: given})
+                if isinstance(call, str):
+                    raise UsageError(call)
+                with torch.inference_mode():
+                    got = graphs.run(call, _by_runner)
+                    encoder_probe.check_replay(boundary, got, given)
+        finally:
+            graphs.close()
+
+    def _check_usable(self) -> None:
+        if self._restored:
+            raise UsageError("this handle was restored: its graphs are gone. Call segue.accelerate(model) again.")
+
+    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forward = self._boundary.forward
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        with self._one_at_a_time:
+            if self._here.untouched:
+                return forward(*args, **kwargs)
+            out = self._graphed(args, kwargs)
+            if not isinstance(out, str):
+                return out
+            self._untouched[out] += 1
+            return forward(*args, **kwargs)
+
+    def _graphed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The output of a call out of graphs, or the reason why it must run untouched."""
+        if environment.disabled():
+            return environment.DISABLED
+        if _torch.is_tracing():
+            return TRACED
+        call = self._reader.read(args, kwargs)
+        if isinstance(call, str):
+            return call
+        if (reason := self._reason(call)) is not None:
+            return reason
+        if not self._graphs.holds(call):
+            return NO_BUCKET
+        run: Run = self._here.run or _by_runner
+        if run is not _by_runner or not self._graphs.is_captured(call):
+            if (changed := self._changed()) is not None:
+                return changed
+            self._compile()
+        try:
+            outs = self._graphs.run(call, run)
+        except TooManyShapes:
+            return reasons.SHAPES
+        except StateChangedError as e:  # found while the graph ran, which has left nothing
+            return reasons.changed(e.change, self._boundary.module)
+        except ReplayError:
+            return reasons.WEIGHTS
+        out = self._boundary.output(**dict(zip(self._boundary.fields, outs, strict=True)))
+        return out if call.return_dict else out.to_tuple()
+
+    def _reason(self, call: EncoderCall | None = None) -> str | None:
+        """Why nothing may replay now, whatever the call's shape; None if it may."""
+        module = self._boundary.module
+        if self._modes.training() is not None:
+            return reasons.TRAINING
+        tensors = () if call is None else tuple(call.tensors.values())
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *module.parameters())):
+            return reasons.GRADIENTS
+        first = next(module.parameters())
+        if any(t.device != self._place for t in (first, *tensors)):
+            return reasons.DEVICES
+        if torch.is_autocast_enabled(self._place.type):
+            return reasons.AUTOCAST
+        mode = self._caller_modes.other()
+        if mode is not None:
+            if self._graphs.captured:
+                return reasons.other_mode(mode.name, mode.now, mode.then)
+            self._accept_modes()
+        return None
+
+    def _changed(self) -> str | None:
+        """Why graphs would not do what the modules do now; None while they would."""
+        change = self._places.decisions.changed()
+        return None if change is None else reasons.changed(change, self._boundary.module)
+
+    def _accept_modes(self) -> None:
+        """Take the caller's modes as they are now for those of all captures. Calls under others run untouched."""
+        kind = self._place.type
+        self._caller_modes = CallerModes(kind, modes_now(kind), _MODES)
+
+    def _compile(self) -> None:
+        """Compile the layers, if that is due, by forwards of their own: for one row, and for any other number of them."""
+        layers = self._compiled
+        if layers is None or layers.enabled:
+            return
+        layers.enabled, tokens = True, layers.tokens_to_compile_at
+        names = [name for name in self._boundary.names if name not in SIDES or self._is_usual(name)]
+        body = EncoderBody(self._boundary, names, self._places, layers)
+        with torch.inference_mode():
+            for rows in (1, tokens + 4):
+                body(**self._graphs.example(names, rows, tokens))
+
+    @property
+    def _compile_seconds(self) -> float:
+        return 0.0 if self._compiled is None else self._compiled.seconds
+
+    def _is_usual(self, side: str) -> bool:
+        """Whether tokenizers give this side input: types where there are several."""
+        return side == "token_type_ids" and getattr(self._model.config, "type_vocab_size", 1) > 1
+
+
+def _by_runner(runner: GraphRunner, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return runner(*tensors)  # type: ignore[no-any-return]
+
+
+def _by_reference(runner: GraphRunner, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return runner.reference(*tensors)  # type: ignore[no-any-return]
+
+
+def _longest(model: Any) -> int | None:
+    """The most tokens of a row, if the model has a table of positions or says so."""
+    found = getattr(model.config, "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _parts(module: Any) -> list[nn.Module]:
+    """What is compiled of an encoder: the modules of its largest list, each by itself, and what else has code of its own."""
+    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    largest = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()), default=None)
+    if largest is None:
+        return [module]
+    found: list[nn.Module] = []
+
+    def visit(child: nn.Module) -> None:
+        if child is largest:
+            found.extend(child.children())
+        elif any(m is largest for m in child.modules()):
+            for inner in child.children():
+                visit(inner)
+        elif not is_library(type(child).__module__):
+            found.append(child)
+
+    visit(module)
+    return found
