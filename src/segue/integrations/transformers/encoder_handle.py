@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from segue import _torch, _torch_modes, environment
+from segue import _source_lines, _torch, _torch_modes, environment
 from segue.capture.code_names import is_library
+from segue.capture.decisions import acting_hooks
 from segue.capture.isolation import collected_once
 from segue.capture.modes import CallerModes, modes_now
 from segue.errors import ReplayError, StateChangedError, UsageError
@@ -57,7 +57,6 @@ class EncoderHandle(Handle):
         device: str | Device | None,
     ) -> None:
         checks.check_mode(model, model)
-        checks.check_hooks(model, model)
         if any(isinstance(vars(m).get("forward"), ForwardPatch) for m in model.modules()):
             raise UsageError(
                 f"{type(model).__name__} is accelerated already: call restore() on the handle of the first time"
@@ -126,7 +125,6 @@ class EncoderHandle(Handle):
         with self._one_at_a_time:
             self._check_usable()
             checks.check_mode(self._model, self._model)
-            checks.check_hooks(self._model, self._model)
             self._patch.undo()
             self._graphs.close()
             try:
@@ -151,7 +149,9 @@ class EncoderHandle(Handle):
 
     def _settle(self) -> None:
         """Find the boundary of the model as it is now, and begin without graphs."""
-        self._boundary = boundary = encoder_probe.find(self._model, self._try)
+        boundary = encoder_probe.find(self._model, self._try)
+        _refuse_hooks(boundary)
+        self._boundary = boundary
         self._modes, self._places = TrainingModes(boundary.module), places_of(boundary)
         self._compiled = CompiledLayers(boundary.module, self._on_failure, _parts) if self._compile_wanted else None
         self._reader = EncoderCallReader(boundary, self._model.config)
@@ -284,6 +284,16 @@ def _by_runner(runner: GraphRunner, tensors: Sequence[Tensor]) -> tuple[Tensor, 
 
 def _by_reference(runner: GraphRunner, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return runner.reference(*tensors)  # type: ignore[no-any-return]
+
+
+def _refuse_hooks(boundary: Boundary) -> None:
+    """Raise UsageError if a forward hook is registered inside the boundary: replays run no Python."""
+    for name, module in boundary.module.named_modules():
+        for hook in acting_hooks(module) if name else ():
+            raise UsageError(
+                f"{boundary.where}: a forward hook, {_source_lines.of(hook)}, is registered on {name}. Replays run no Python, so it "
+                "would be called while capturing and never again. Remove it, or register it on the model itself."
+            )
 
 
 def _longest(model: Any) -> int | None:

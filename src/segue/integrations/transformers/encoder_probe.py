@@ -148,7 +148,8 @@ def _proven(model: Any, path: str, module: Any, call: dict[str, Any]) -> Boundar
     if extra is not None:
         raise UsageError(f"it is given {extra} too, which segue doesn't know how to pad")
     outer = module is model or module is model.base_model
-    mask = (torch.long if outer else torch.bool) if _takes(forward, MASK, exactly=True) else None
+    masked = _takes(forward, MASK, exactly=True) and given.dim() == (2 if outer else 3)
+    mask = (torch.long if outer else torch.bool) if masked else None
     config = model.config
     pad = getattr(config, "pad_token_id", None)
     pads = {main: 0 if pad is None or pad < 0 or given.is_floating_point() else pad, MASK: 0, **dict.fromkeys(SIDES, 0)}
