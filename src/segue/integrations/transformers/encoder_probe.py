@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from segue import _torch_modes
-from segue.errors import UsageError
+from segue.errors import SegueError, UsageError
 from segue.integrations.transformers.decoder_forward import own_forward
 from segue.integrations.transformers.encoder_calls import MASK, SIDES, Boundary, EncoderCall, padded
 from segue.integrations.transformers.encoder_forward import run_plain, run_traced
@@ -149,6 +149,8 @@ def _proven(model: Any, path: str, module: Any, call: dict[str, Any]) -> Boundar
         raise UsageError(f"it is given {extra} too, which segue doesn't know how to pad")
     outer = module is model or module is model.base_model
     masked = _takes(forward, MASK, exactly=True) and given.dim() == (2 if outer else 3)
+    if outer and given.dim() == 2 and not masked:
+        raise UsageError("its forward takes no attention_mask [batch, tokens], so its rows can't be padded")
     mask = (torch.long if outer else torch.bool) if masked else None
     config = model.config
     pad = getattr(config, "pad_token_id", None)
@@ -377,5 +379,5 @@ def _generator(seed: int = 0) -> torch.Generator:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return (text or [type(error).__name__])[0].rstrip(".")
+    text = (str(error).strip().splitlines() or ["no reason given"])[0].rstrip(".")
+    return text if isinstance(error, SegueError) else f"a probe call of it failed: {type(error).__name__}: {text}"
