@@ -24,11 +24,17 @@ _RECORDED = ("output_hidden_states", "output_attentions")
 class Boundary:
     """The module of a model whose whole forward is one graph, and what is known of that forward.
 
-    ``path``: its name in the model; empty where it is the model. ``main``: the argument that is [batch, tokens, ...], or, without
-    ``mask``, [batch, ...] of a fixed shape. ``mask``: the dtype of its ``attention_mask`` [batch, tokens], by which lengths can
-    be padded; None if it takes none. ``sides``: which of :data:`SIDES` it takes and treats rightly. ``pads``: what fills padded tokens, by argument.
-    ``output``: the type of its output. ``fields``: names of the tensors in it, with the dimension that has one row a token, if any.
-    ``example``: makes a main input of so many rows and tokens from a generator.
+    Args:
+        path: its name in the model; empty where it is the model.
+        forward: its own, which a patch may stand in for.
+        main: the argument that is [batch, tokens, ...], or, without ``mask``, [batch, ...] of a fixed shape.
+        mask: the dtype of its ``attention_mask`` [batch, tokens], by which lengths can be padded; None if it takes none.
+        sides: which of :data:`SIDES` it takes and treats rightly.
+        pads: what fills padded tokens, by argument.
+        output: the type of its output.
+        fields: names of the tensors in that, with the dimension that has one row a token, if any.
+        example: makes a main input of so many rows and tokens from a generator.
+        host_made: the forward makes tensors on the host and copies them, which no graph can hold. They go on the device.
     """
 
     module: Any
@@ -41,6 +47,7 @@ class Boundary:
     output: Any
     fields: Mapping[str, int | None]
     example: Callable[[int, int, torch.Generator], Tensor] = field(repr=False)
+    host_made: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

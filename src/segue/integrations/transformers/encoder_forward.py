@@ -9,11 +9,16 @@ from contextlib import contextmanager, nullcontext
 from inspect import Parameter, Signature
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from segue.capture.places import Places
+from segue.devices import refusals
 from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.encoder_calls import Boundary
+
+_FACTORIES = {getattr(torch, name) for name in refusals.FACTORIES}
 
 
 class EncoderBody:
@@ -47,13 +52,31 @@ def run_plain(boundary: Boundary, tensors: dict[str, Tensor]) -> Any:
 
 def run_traced(boundary: Boundary, tensors: dict[str, Tensor]) -> Any:
     """The same as it runs where a graph is recorded: no mask is left out because of what is in it."""
-    with as_while_capturing():
+    place = tensors[boundary.main].device
+    with as_while_capturing(), OnDevice(place) if boundary.host_made else nullcontext():
         return run_plain(boundary, tensors)
 
 
 def places_of(boundary: Boundary) -> Places:
     """What the module's code decides by: one walk for all graphs. Whether attention is causal is handed on as a plain value."""
     return Places(boundary.module, outside=(boundary.module,), also=("is_causal",), once=True)
+
+
+class OnDevice(TorchFunctionMode):
+    """Makes tensors on the device, where code would make them on the host and copy them there."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and len(args) == 1 and kwargs.get("device") is not None and isinstance(args[0], int | float):
+            return torch.full((), args[0], **kwargs)  # of the same dtype
+        given = any(isinstance(a, Tensor) for a in (*args, *kwargs.values()))
+        if func in _FACTORIES and kwargs.get("device") is None and not given:
+            kwargs["device"] = self._device
+        return func(*args, **kwargs)
 
 
 class _Here(threading.local):

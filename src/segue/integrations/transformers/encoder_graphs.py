@@ -65,8 +65,9 @@ class EncoderGraphs:
         self._count(call, runner, length)
         if length == call.length:
             return list(outs)
-        dims = self._boundary.fields.values()
-        return [t if d is None else t.narrow(d, 0, call.length).clone(memory_format=torch.contiguous_format) for t, d in zip(outs, dims, strict=True)]
+        own = torch.contiguous_format  # as the untouched forward's are
+        cuts = zip(outs, self._boundary.fields.values(), strict=True)
+        return [t if d is None else t.narrow(d, 0, call.length).clone(memory_format=own) for t, d in cuts]
 
     def holds(self, call: EncoderCall) -> bool:
         """Whether a bucket is as long as the call's rows."""
@@ -87,20 +88,24 @@ class EncoderGraphs:
         """Capture, for each length, a single row and the most rows, largest bucket first. Yields each bucket's tokens before."""
         lengths = sorted(self._grid.lengths, reverse=True) if self._boundary.mask is not None else [0]
         for length in lengths:
-            call = self.example(names, 1, max(1, length))
+            call = self.example(names, 1, length)
             runner = self._runner(names, list(call.values()), length)
             for rows in dict.fromkeys((runner.ladder.max, 1)):
                 yield max(1, length) * rows
                 key = _key(names, list(call.values()), length), rows
                 for _ in range(2):
                     if key not in self.captured:
-                        runner(*(t.expand(rows, *t.shape[1:]) for t in call.values()))
+                        runner(*self.example(names, rows, length).values())
 
-    def example(self, names: Sequence[str], rows: int, tokens: int) -> dict[str, Tensor]:
-        """Inputs of the boundary by name, all tokens real."""
-        main = self._boundary.example(rows, tokens, torch.Generator().manual_seed(0))
+    def example(self, names: Sequence[str], rows: int, length: int) -> dict[str, Tensor]:
+        """Inputs of the boundary by name, at a padded length, of which few tokens are real: a table of positions may end before
+        the length does. ``length``: 0 where rows have none.
+        """
+        main = self._boundary.example(1, min(2, length) or 1, torch.Generator().manual_seed(0))
         zeros = torch.zeros(main.shape[:2], dtype=torch.long, device=main.device)
-        return {name: main if name == names[0] else self._boundary.ones(main) if name == MASK else zeros for name in names}
+        one = {name: main if name == names[0] else self._boundary.ones(main) if name == MASK else zeros for name in names}
+        tensors = padded(EncoderCall(one, True, 1, main.shape[1]), length, self._boundary.pads) if length else [main]
+        return {name: t.expand(rows, *t.shape[1:]) for name, t in zip(names, tensors, strict=True)}
 
     def stats(self, untouched: Counter[str]) -> Stats:
         """The counts of all runners together, with those of forwards that ran untouched."""

@@ -1,4 +1,4 @@
-"""The handle of an accelerated encoder: its whole forward, masks included, is one graph for each padded length and number of rows."""
+"""The handle of an accelerated encoder, whose whole forward is one graph for each padded length and number of rows."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _MODES = {_torch_modes.DEFAULT_DTYPE.name, _torch_modes.ATTENTION.name, _torch_m
 class EncoderHandle(Handle):
     """The handle of a model without a decoder. :func:`segue.accelerate` says what its arguments are.
 
-    ``max_tokens`` is that of one graph: batches of more tokens run in pieces, since every row is a sequence by itself. A bucket in
-    ``stats`` is rows times padded tokens. ``buckets`` are padded lengths of a row.
+    ``max_tokens`` is that of one graph: larger batches run in pieces, since every row is a sequence by itself. ``buckets`` are
+    padded lengths of a row. A bucket in ``stats`` is rows times padded tokens.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class EncoderHandle(Handle):
     def capture(self) -> CaptureSummary:
         """Capture, for each padded length, a single row and the most rows, instead of each bucket at its second call.
 
-        They take the inputs that tokenizers give this model. Other numbers of rows, and other inputs, are captured when they come.
+        They take the inputs that tokenizers give. Other numbers of rows, and other inputs, are captured when they come.
 
         Raises:
             UsageError: the handle was restored, or the model can't be served as it is now.
@@ -168,7 +168,8 @@ class EncoderHandle(Handle):
         """
         graphs = EncoderGraphs(boundary, self._grid, places_of(boundary), None, "raise", self._device)
         reader = EncoderCallReader(boundary, self._model.config)
-        tokens = self._grid.lengths[0] - 1 or 1
+        # What is made on the device instead may be rounded otherwise, which shows at some distance between tokens.
+        tokens = self._grid.lengths.max // 2 if boundary.host_made else self._grid.lengths[0] - 1 or 1
         try:
             for seed in range(3):
                 given = boundary.example(1, tokens, torch.Generator().manual_seed(seed))
@@ -262,7 +263,7 @@ class EncoderHandle(Handle):
         layers = self._compiled
         if layers is None or layers.enabled:
             return
-        layers.enabled, tokens = True, layers.tokens_to_compile_at
+        layers.enabled, tokens = True, min(layers.tokens_to_compile_at, self._grid.lengths.max)
         names = [name for name in self._boundary.names if name not in SIDES or self._is_usual(name)]
         body = EncoderBody(self._boundary, names, self._places, layers)
         with torch.inference_mode():
@@ -291,8 +292,8 @@ def _refuse_hooks(boundary: Boundary) -> None:
     for name, module in boundary.module.named_modules():
         for hook in acting_hooks(module) if name else ():
             raise UsageError(
-                f"{boundary.where}: a forward hook, {_source_lines.of(hook)}, is registered on {name}. Replays run no Python, so it "
-                "would be called while capturing and never again. Remove it, or register it on the model itself."
+                f"{boundary.where}: a forward hook, {_source_lines.of(hook)}, is registered on {name}. Replays run no Python, so "
+                "it would be called while capturing and never again. Remove it, or register it on the model itself."
             )
 
 

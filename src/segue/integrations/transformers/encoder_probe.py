@@ -1,17 +1,18 @@
-"""Finds the module of an encoder whose whole forward can be one graph, by running it: padded inputs must give what unpadded ones do."""
+"""Finds the module of an encoder whose whole forward can be one graph: padded inputs must give what unpadded ones do."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from segue import _torch_modes
-from segue.errors import SegueError, UsageError
+from segue.errors import CaptureError, SegueError, UsageError
 from segue.integrations.transformers.decoder_forward import own_forward
 from segue.integrations.transformers.encoder_calls import MASK, SIDES, Boundary, EncoderCall, padded
 from segue.integrations.transformers.encoder_forward import run_plain, run_traced
@@ -57,9 +58,7 @@ def find(model: Any, trial: Callable[[Boundary], None]) -> Boundary:
     with torch.no_grad(), generators_kept(device):
         for path, module, call in _candidates(model, refused):
             try:
-                boundary = _proven(model, path, module, call)
-                trial(boundary)
-                return boundary
+                return _captured(_proven(model, path, module, call), trial)
             except Exception as e:
                 refused.append((path, _first_line(e)))
         parts = _parts(model, trial)
@@ -71,6 +70,19 @@ def find(model: Any, trial: Callable[[Boundary], None]) -> Boundary:
         else "Run it untouched, or capture what of it takes padded rows with segue.GraphRunner."
     )
     raise UsageError(f"{name}: no part of its forward could be proven to be the same as one graph. {seen}. {help}")
+
+
+def _captured(boundary: Boundary, trial: Callable[[Boundary], None]) -> Boundary:
+    """The boundary as it can be captured: as it is, or with what its forward makes on the host made on the device."""
+    try:
+        trial(boundary)
+    except CaptureError as e:
+        boundary = replace(boundary, host_made=True)
+        try:
+            trial(boundary)
+        except Exception:
+            raise e from None
+    return boundary
 
 
 def check_replay(boundary: Boundary, got: list[Tensor], given: Tensor) -> None:
@@ -162,9 +174,8 @@ def _proven(model: Any, path: str, module: Any, call: dict[str, Any]) -> Boundar
     shown = Boundary(module, path, forward, main, mask, (), pads, kind, fields, example)
     for rows, tokens, room in _SHAPES:
         _compare(shown, exact, rows, tokens, room, {})
-    sides = tuple(
-        side for side in (() if mask is None else SIDES) if _takes(forward, side, exactly=True) and _serves(shown, exact, side, config)
-    )
+    taken = [side for side in SIDES if mask is not None and _takes(forward, side, exactly=True)]
+    sides = tuple(side for side in taken if _serves(shown, exact, side, config))
     return Boundary(module, path, forward, main, mask, sides, pads, kind, fields, example)
 
 
@@ -219,8 +230,9 @@ def _compare(boundary: Boundary, exact: _Exact, rows: int, tokens: int, room: in
     masks: list[Tensor | None] = [None]
     if boundary.mask is not None:
         lengths = torch.tensor([tokens, *range(2, 2 + 3 * (rows - 1), 3)]).clamp(max=tokens)
-        at, place = torch.arange(tokens), {"device": _device(boundary.module), "dtype": boundary.mask}
-        masks += [(at < lengths[:, None]).to(**place), (at >= tokens - lengths[:, None]).to(**place)]
+        at, device = torch.arange(tokens), _device(boundary.module)
+        both = at < lengths[:, None], at >= tokens - lengths[:, None]
+        masks += [m.to(device=device, dtype=boundary.mask) for m in both]
     for i, mask in enumerate(masks):
         call = _call(boundary, rows, tokens, seed=i, mask=mask, sides=sides)
         want = exact(boundary, {k: t for k, t in call.tensors.items() if k != MASK or mask is not None})
