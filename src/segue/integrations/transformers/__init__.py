@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from segue import environment
 from segue.errors import UsageError
+from segue.integrations import sentence_transformers
 from segue.integrations.transformers.base_handle import DisabledHandle
 from segue.runner import Ladder
 
@@ -70,6 +71,11 @@ def accelerate(
     _require_transformers()
     if strategy not in _STRATEGIES:
         raise UsageError(f"strategy={strategy!r} is not one that segue.accelerate() knows: use one of {_STRATEGIES}")
+    if sentence_transformers.is_one(model):
+        inner = accelerate(
+            sentence_transformers.transformer_in(model), max_tokens, strategy, compile, buckets, on_failure, device
+        )
+        return sentence_transformers.SentenceHandle(model, inner)
     from segue.integrations.transformers import encoder_probe
     from segue.integrations.transformers.handle import Accelerated
 
