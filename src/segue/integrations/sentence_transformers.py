@@ -42,7 +42,7 @@ def transformer_in(model: nn.Module) -> Any:
         parts = ", ".join(type(m).__name__ for m in model.children()) or "nothing"
         raise UsageError(f"{who} holds no transformers model that could be captured, only {parts}. Run it as it is.")
     several = ", ".join(f"{name} ({type(m).__name__})" for name, m in found.items())
-    raise UsageError(f"{who} holds several transformers models: {several}. Accelerate each by itself, in place: segue.accelerate(it)")
+    raise UsageError(f"{who} holds several transformers models: {several}. Accelerate each by itself, in place.")
 
 
 class SentenceHandle(Handle):

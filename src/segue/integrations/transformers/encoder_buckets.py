@@ -27,12 +27,17 @@ class EncoderGrid:
             self.lengths = buckets if isinstance(buckets, Ladder) else Ladder(buckets)
         else:
             self.lengths = _lengths(max_tokens if longest is None else min(max_tokens, longest))
-        self._most = max(max_tokens, self.lengths.max)
+        most = max(max_tokens, self.lengths.max)
+        self._rows = {n: _powers_of_two(min(_MOST_ROWS, most // n)) for n in self.lengths}
+        self._rows[0] = _powers_of_two(_MOST_ROWS)
 
     def rows(self, tokens: int) -> Ladder:
-        """The rows that batches of ``tokens`` tokens each are padded to."""
-        most = max(1, min(_MOST_ROWS, self._most // max(1, tokens)))
-        return Ladder(2**i for i in range(most.bit_length()))
+        """The rows that batches of ``tokens`` tokens each, one of the lengths, are padded to; 0: of rows without a length."""
+        return self._rows[tokens]
+
+
+def _powers_of_two(most: int) -> Ladder:
+    return Ladder(2**i for i in range(max(1, most).bit_length()))
 
 
 def _lengths(longest: int) -> Ladder:

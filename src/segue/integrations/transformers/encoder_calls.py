@@ -83,28 +83,32 @@ class EncoderCall:
     batch: int
     length: int
 
+    def part(self, begin: int, end: int) -> EncoderCall:
+        """Some of its rows."""
+        return EncoderCall({k: t[begin:end] for k, t in self.tensors.items()}, self.return_dict, end - begin, self.length)
+
 
 class EncoderCallReader:
     """Reads calls of a boundary's forward. ``config``: of the model, for what it asks of every call."""
 
     def __init__(self, boundary: Boundary, config: Any) -> None:
-        self._config, self._boundary, self._names = config, boundary, boundary.names
+        self._config, self._boundary, self._names = vars(config), boundary, boundary.names  # going past its slow look-up
         parameters = inspect.signature(boundary.forward).parameters.values()
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> EncoderCall | str:
         """The call, or the reason why it runs untouched, one of :mod:`~segue.integrations.transformers.reasons`."""
-        if len(args) > len(self._positional):
-            return reasons.ARGUMENTS
-        given = {**dict(zip(self._positional, args, strict=False)), **kwargs}
-        if len(given) != len(args) + len(kwargs):
-            return reasons.ARGUMENTS
-        return_dict = given.pop("return_dict", None)
+        given = kwargs
+        if args:
+            given = {**dict(zip(self._positional, args, strict=False)), **kwargs}
+            if len(given) != len(args) + len(kwargs):
+                return reasons.ARGUMENTS
+        return_dict = given.get("return_dict")
         if return_dict is None:
-            return_dict = getattr(self._config, "return_dict", True)
+            return_dict = self._config.get("return_dict", True)
         for name in _RECORDED:
             wanted = given.get(name)
-            if getattr(self._config, name, False) if wanted is None else wanted:
+            if self._config.get(name, False) if wanted is None else wanted:
                 return reasons.requested_output(name)
         tensors: dict[str, Tensor] = {}
         for name, value in given.items():
@@ -113,7 +117,7 @@ class EncoderCallReader:
                     tensors[name] = value
                 elif value is not None:
                     return reasons.not_a_tensor(name)
-            elif value is not None and not (value is False and name in _ABSENT_WHEN_FALSE):
+            elif value is not None and name != "return_dict" and not (value is False and name in _ABSENT_WHEN_FALSE):
                 return reasons.unknown_argument(name)
         main = tensors.get(self._names[0])
         if main is None:

@@ -94,7 +94,7 @@ class EncoderHandle(Handle):
         if reason is not None:
             raise UsageError(f"nothing is captured: {reason}")
         with self._one_at_a_time, torch.inference_mode(), collected_once(), generators_kept(self._place):
-            start, compiling, before = time.perf_counter(), self._compile_seconds, set(self._graphs.captured)
+            start, compiling, before = time.perf_counter(), self._compile_seconds, len(self._graphs.captured)
             if environment.disabled():
                 return CaptureSummary((), 0, 0, 0.0, Cost(0, 0))
             self._compile()
@@ -104,10 +104,9 @@ class EncoderHandle(Handle):
                 for bucket in self._graphs.capture(names):
                     progress.bucket(bucket, _torch.free_bytes(self._place))
             stats = self._graphs.stats(Counter())
-            done = [parts for key, parts in self._graphs.captured.items() if key not in before]
             summary = CaptureSummary(
                 buckets=stats.buckets,
-                segments=sum(graphs for graphs, _ in done),
+                segments=len(self._graphs.captured) - before,
                 breaks=0,
                 seconds=time.perf_counter() - start,
                 cost=Cost(stats.pool_bytes, stats.driver_bytes),
@@ -154,6 +153,8 @@ class EncoderHandle(Handle):
         self._boundary = boundary
         self._modes, self._places = TrainingModes(boundary.module), places_of(boundary)
         self._compiled = CompiledLayers(boundary.module, self._on_failure, _parts) if self._compile_wanted else None
+        weights = ((m._parameters, name) for m in boundary.module.modules() for name, p in m._parameters.items() if p is not None)
+        self._first = next(weights)  # where it is now is looked up at every call
         self._reader = EncoderCallReader(boundary, self._model.config)
         self._graphs = EncoderGraphs(
             boundary, self._grid, self._places, self._compiled, self._on_failure, self._device
@@ -230,14 +231,13 @@ class EncoderHandle(Handle):
 
     def _reason(self, call: EncoderCall | None = None) -> str | None:
         """Why nothing may replay now, whatever the call's shape; None if it may."""
-        module = self._boundary.module
         if self._modes.training() is not None:
             return reasons.TRAINING
-        tensors = () if call is None else tuple(call.tensors.values())
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *module.parameters())):
+        tensors = [] if call is None else list(call.tensors.values())
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *self._boundary.module.parameters())):
             return reasons.GRADIENTS
-        first = next(module.parameters())
-        if any(t.device != self._place for t in (first, *tensors)):
+        parameters, name = self._first
+        if any([t.device != self._place for t in (parameters[name], *tensors)]):
             return reasons.DEVICES
         if torch.is_autocast_enabled(self._place.type):
             return reasons.AUTOCAST
@@ -268,7 +268,7 @@ class EncoderHandle(Handle):
         body = EncoderBody(self._boundary, names, self._places, layers)
         with torch.inference_mode():
             for rows in (1, tokens + 4):
-                body(**self._graphs.example(names, rows, tokens))
+                body(**self._graphs.example(names, rows, tokens).tensors)
 
     @property
     def _compile_seconds(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -85,7 +85,7 @@ def _captured(boundary: Boundary, trial: Callable[[Boundary], None]) -> Boundary
     return boundary
 
 
-def check_replay(boundary: Boundary, got: list[Tensor], given: Tensor) -> None:
+def check_replay(boundary: Boundary, got: Sequence[Tensor], given: Tensor) -> None:
     """Compare what graphs gave for a main input with the boundary's own forward, as far as the dtype allows.
 
     Raises:
