@@ -1,4 +1,4 @@
-"""The graphs of an encoder: a runner for single rows, whose buckets are lengths, and for each length one whose buckets are rows."""
+"""The graphs of an encoder: a runner for single rows, with lengths as buckets, and for each length one with rows as buckets."""
 
 from __future__ import annotations
 

@@ -90,10 +90,9 @@ class EncoderHandle(Handle):
             UsageError: the handle was restored, or the model can't be served as it is now.
         """
         self._check_usable()
-        reason = self._reason()
-        if reason is not None:
-            raise UsageError(f"nothing is captured: {reason}")
         with self._one_at_a_time, torch.inference_mode(), collected_once(), generators_kept(self._place):
+            if (reason := self._reason() or self._changed()) is not None:
+                raise UsageError(f"nothing is captured, as no graph would run: {reason}")
             start, compiling, before = time.perf_counter(), self._compile_seconds, len(self._graphs.captured)
             if environment.disabled():
                 return CaptureSummary((), 0, 0, 0.0, Cost(0, 0))

@@ -104,7 +104,7 @@ def _candidates(model: Any, refused: list[_Refused]) -> Iterator[tuple[str, Any,
     try:
         example = _example(model)
         inputs = {main: example(2, 7, _generator())}
-    except (UsageError, AttributeError, TypeError) as e:
+    except Exception as e:
         refused.append(("", _first_line(e)))
         return
     base = model.base_model
