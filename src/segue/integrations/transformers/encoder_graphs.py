@@ -53,6 +53,7 @@ class EncoderGraphs:
         layers: run compiled.
         on_failure: as for a runner.
         device: likewise.
+        before: graphs that these take the place of. Their counts go on.
     """
 
     def __init__(
@@ -63,12 +64,16 @@ class EncoderGraphs:
         layers: CompiledLayers | None,
         on_failure: Literal["raise", "eager"],
         device: str | torch.device | Device,
+        before: EncoderGraphs | None = None,
     ) -> None:
         self._boundary, self._grid, self._places, self._layers = boundary, grid, places, layers
         self._on_failure, self._device = on_failure, device
         self._cuts = list(boundary.fields.values())
         self._shapes: dict[tuple[Any, ...], _Shape] = {}
+        self._past: list[Stats] = []  # of runners that were closed
         self._rows = self._padded = 0  # tokens of all buckets that served, and how many of them were padding
+        if before is not None:
+            self._past, self._rows, self._padded = before._past, before._rows, before._padded
 
     def run(self, call: EncoderCall, run: Run) -> Sequence[Tensor]:
         """The output's tensors for a call that a bucket holds, cut to the call's rows and tokens.
@@ -120,7 +125,8 @@ class EncoderGraphs:
     def stats(self, untouched: Counter[str]) -> Stats:
         """The counts of all runners together, with those of forwards that ran untouched."""
         shapes = list(self._shapes.values())
-        parts = [shape.runner.stats for shape in shapes]
+        now = [shape.runner.stats for shape in shapes]
+        parts = [*self._past, *now]
         reasons, strategies = Counter(untouched), Counter[str]()
         for part in parts:
             reasons.update(part.reasons)
@@ -132,8 +138,8 @@ class EncoderGraphs:
             eager=sum(s.eager for s in parts) + untouched.total(),
             reasons=dict(reasons),
             padding_share=self._padded / self._rows if self._rows else 0.0,
-            pool_bytes=max((s.pool_bytes for s in parts), default=0),
-            driver_bytes=sum(s.driver_bytes for s in parts),
+            pool_bytes=max((s.pool_bytes for s in now), default=0),
+            driver_bytes=sum(s.driver_bytes for s in now),
             strategies=dict(strategies),
             capture_seconds=sum(s.capture_seconds for s in parts),
             buckets=tuple(sorted({shape.tokens(bucket) for shape in shapes for bucket in shape.captured})),
@@ -153,6 +159,7 @@ class EncoderGraphs:
     def close(self) -> None:
         """Free all graphs. New ones may be captured afterwards."""
         for shape in self._shapes.values():
+            self._past.append(shape.runner.stats)
             shape.runner.close()
         self._shapes.clear()
 

@@ -124,9 +124,8 @@ class EncoderHandle(Handle):
             self._check_usable()
             checks.check_mode(self._model, self._model)
             self._patch.undo()
-            self._graphs.close()
             try:
-                self._settle()
+                self._settle(self._graphs)
             finally:
                 self._patch = ForwardPatch(self._boundary.module, self._serve)
                 self._patch.apply()
@@ -145,8 +144,8 @@ class EncoderHandle(Handle):
     def _reference(self) -> Run:
         return _by_reference
 
-    def _settle(self) -> None:
-        """Find the boundary of the model as it is now, and begin without graphs."""
+    def _settle(self, before: EncoderGraphs | None = None) -> None:
+        """Find the boundary of the model as it is now, and begin without graphs. Those ``before`` are freed."""
         boundary = encoder_probe.find(self._model, self._try)
         _refuse_hooks(boundary)
         self._boundary = boundary
@@ -155,8 +154,10 @@ class EncoderHandle(Handle):
         weights = ((m._parameters, name) for m in boundary.module.modules() for name, p in m._parameters.items() if p is not None)
         self._first = next(weights)  # where it is now is looked up at every call
         self._reader = EncoderCallReader(boundary, self._model.config)
+        if before is not None:
+            before.close()
         self._graphs = EncoderGraphs(
-            boundary, self._grid, self._places, self._compiled, self._on_failure, self._device
+            boundary, self._grid, self._places, self._compiled, self._on_failure, self._device, before
         )
         self._accept_modes()
 

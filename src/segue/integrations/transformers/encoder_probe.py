@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from segue import _torch_modes
 from segue.errors import CaptureError, SegueError, UsageError
-from segue.integrations.transformers.decoder_forward import own_forward
+from segue.integrations.transformers.decoder_forward import ForwardPatch, own_forward
 from segue.integrations.transformers.encoder_calls import MASK, SIDES, Boundary, EncoderCall, padded
 from segue.integrations.transformers.encoder_forward import run_plain, run_traced
 from segue.runner.write_log import generators_kept
@@ -38,8 +38,11 @@ def is_encoder(model: Any) -> bool:
     base = model.base_model
     try:
         with torch.no_grad(), generators_kept(_device(base)):
-            takes = {"use_cache": True} if _takes(base.forward, "use_cache") else {}
-            out = base.forward(_example(model)(1, 3, _generator()), return_dict=True, **takes)
+            forward = base.forward
+            if isinstance(forward, ForwardPatch):  # which would count the call
+                forward = vars(forward)["__wrapped__"]
+            takes = {"use_cache": True} if _takes(forward, "use_cache") else {}
+            out = forward(_example(model)(1, 3, _generator()), return_dict=True, **takes)
     except Exception:  # it takes more than tokens
         return not hasattr(model.config, "use_cache")
     return isinstance(out, dict) and all(isinstance(value, Tensor) for value in out.values())
