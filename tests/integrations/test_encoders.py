@@ -41,7 +41,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "vocab_size": 61, "max_position_embeddings": 80},
     "modernbert": {**_TEXT, **_SPECIAL, "local_attention": 8, "global_attn_every_n_layers": 2},
     "eurobert": {**_TEXT, **_SPECIAL, "num_key_value_heads": 2, "head_dim": 8},
-    "deberta-v2": {**_TEXT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
     "vit": _IMAGE,
     "dinov2": {**_IMAGE, "mlp_ratio": 2},
     "wav2vec2": {

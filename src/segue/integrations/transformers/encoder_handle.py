@@ -28,7 +28,7 @@ from segue.integrations.transformers.encoder_graphs import EncoderGraphs, Run, T
 from segue.integrations.transformers.training_modes import TrainingModes
 from segue.runner import CaptureSummary, GraphRunner, Ladder
 from segue.runner.admission import NO_BUCKET, TRACED
-from segue.runner.memory_budget import Cost
+from segue.runner.memory_budget import Cost, mib
 from segue.runner.progress import Progress
 from segue.runner.write_log import generators_kept
 
@@ -111,7 +111,8 @@ class EncoderHandle(Handle):
                 cost=Cost(stats.pool_bytes, stats.driver_bytes),
                 compile_seconds=self._compile_seconds - compiling,
             )
-            progress.close(summary)
+            memory, count = f"{mib(stats.pool_bytes)} pool", summary.segments
+            progress.close(f"captured {count} whole forwards in {summary.seconds:.1f} s; {memory}{self._compiling(summary)}")
             return summary
 
     def recapture(self) -> None:
@@ -269,6 +270,9 @@ class EncoderHandle(Handle):
         with torch.inference_mode():
             for rows in (1, tokens + 4):
                 body(**self._graphs.example(names, rows, tokens).tensors)
+
+    def _compiling(self, summary: CaptureSummary) -> str:
+        return "" if self._compiled is None else f"; {summary.compile_seconds:.1f} s of it compiling"
 
     @property
     def _compile_seconds(self) -> float:
