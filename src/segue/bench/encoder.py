@@ -243,9 +243,10 @@ def _embed(way: Callable[..., Any], batches: Sequence[Inputs], device: torch.dev
 
 def _moved(batches: Sequence[Inputs], device: torch.device) -> Iterator[Inputs]:
     """Each batch on the device, copied when it is its turn."""
-    with torch.inference_mode(False):
-        for batch in batches:
-            yield {name: t.to(device) for name, t in batch.items()}
+    for batch in batches:
+        with torch.inference_mode(False):
+            moved = {name: t.to(device) for name, t in batch.items()}
+        yield moved
 
 
 def _inputs(vocabulary: int, lengths: Sequence[int], device: torch.device, seed: int) -> Inputs:
