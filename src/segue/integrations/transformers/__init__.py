@@ -70,7 +70,8 @@ def accelerate(
     _require_transformers()
     if strategy not in _STRATEGIES:
         raise UsageError(f"strategy={strategy!r} is not one that segue.accelerate() knows: use one of {_STRATEGIES}")
-    from segue.integrations.transformers import checks
+    from segue.integrations.transformers import checks, encoder_probe
+    from segue.integrations.transformers.encoder_handle import EncoderHandle
     from segue.integrations.transformers.handle import Accelerated
     from segue.integrations.transformers.layers_handle import AcceleratedLayers
     from segue.integrations.transformers.serving_handle import handle_of
@@ -91,6 +92,8 @@ def accelerate(
         return before.with_options(**options)
     if before is not None:  # the same model with something else around it
         before.restore()
+    if encoder_probe.is_encoder(served):
+        return EncoderHandle(whole, served, **options)
     parts = checks.parts_of(served)
     try:
         return Accelerated(whole, served, parts, **options)
