@@ -39,6 +39,10 @@ def accelerate(
     breaks between them, with the model's own attention function, masks and cache. What can't be served that way runs
     the untouched forward and is counted, with the reason, in the handle's ``stats``.
 
+    A model without a decoder or cache, such as BERT, runs its whole forward, masks included, as one graph for each padded length
+    and number of rows. ``max_tokens`` is then that of one graph: larger batches run in pieces, and longer rows untouched.
+    ``buckets`` are the padded lengths of a row. So it is for the model inside a ``SentenceTransformer`` or ``CrossEncoder``.
+
     Args:
         model: a ``PreTrainedModel`` of a supported family (llama, mistral, qwen2, qwen3), in eval mode, on one device.
         max_tokens: the most tokens of *one forward* (batch times padded length), not of the text generated. Longer
@@ -80,6 +84,8 @@ def accelerate(
     from segue.integrations.transformers.handle import Accelerated
 
     if encoder_probe.is_encoder(model):
+        if strategy == "prime":
+            raise UsageError(f"{type(model).__name__} has no decoder, and prime graphs are for prompts. Leave strategy out")
         from segue.integrations.transformers.encoder_handle import EncoderHandle
 
         return EncoderHandle(

@@ -24,7 +24,7 @@ from segue.integrations.transformers.decoder_forward import ForwardPatch
 from segue.integrations.transformers.encoder_buckets import EncoderGrid
 from segue.integrations.transformers.encoder_calls import SIDES, Boundary, EncoderCall, EncoderCallReader
 from segue.integrations.transformers.encoder_forward import EncoderBody, places_of
-from segue.integrations.transformers.encoder_graphs import EncoderGraphs, Run, TooManyShapes
+from segue.integrations.transformers.encoder_graphs import EncoderGraphs, Run, TooManyShapes, by_runner
 from segue.integrations.transformers.training_modes import TrainingModes
 from segue.runner import CaptureSummary, GraphRunner, Ladder
 from segue.runner.admission import NO_BUCKET, TRACED
@@ -179,7 +179,7 @@ class EncoderHandle(Handle):
                 if isinstance(call, str):
                     raise UsageError(call)
                 with torch.inference_mode():
-                    got = graphs.run(call, _by_runner)
+                    got = graphs.run(call)
                     encoder_probe.check_replay(boundary, got, given)
         finally:
             graphs.close()
@@ -214,8 +214,8 @@ class EncoderHandle(Handle):
             return reason
         if not self._graphs.holds(call):
             return NO_BUCKET
-        run: Run = self._here.run or _by_runner
-        if run is not _by_runner or not self._graphs.is_captured(call):
+        run: Run = self._here.run or by_runner
+        if run is not by_runner or not self._graphs.is_captured(call):
             if (changed := self._changed()) is not None:
                 return changed
             self._compile()
@@ -281,10 +281,6 @@ class EncoderHandle(Handle):
     def _is_usual(self, side: str) -> bool:
         """Whether tokenizers give this side input: types where there are several."""
         return side == "token_type_ids" and getattr(self._model.config, "type_vocab_size", 1) > 1
-
-
-def _by_runner(runner: GraphRunner, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return runner(*tensors)  # type: ignore[no-any-return]
 
 
 def _by_reference(runner: GraphRunner, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
