@@ -41,6 +41,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "vocab_size": 61, "max_position_embeddings": 80},
     "modernbert": {**_TEXT, **_SPECIAL, "local_attention": 8, "global_attn_every_n_layers": 2},
     "eurobert": {**_TEXT, **_SPECIAL, "num_key_value_heads": 2, "head_dim": 8},
+    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 61, "pad_token_id": 1},
     "vit": _IMAGE,
     "dinov2": {**_IMAGE, "mlp_ratio": 2},
     "wav2vec2": {
@@ -62,7 +63,9 @@ def build(family: str, device: Device, kind: str = "AutoModel", **changes: Any) 
     """A tiny random model, none of whose parameters is constant."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **{**CONFIGS[family], **changes})
-    model = getattr(transformers, kind).from_config(config).eval()
+    kind = "T5EncoderModel" if family == "t5" else kind
+    cls = getattr(transformers, kind)
+    model = getattr(cls, "from_config", cls)(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.1)
@@ -368,11 +371,17 @@ def test_a_refusal_names_the_parts_that_can_be_accelerated(device: Device) -> No
         segue.accelerate(model, device=device)
 
 
+def test_prime_graphs_are_refused(device: Device) -> None:
+    with pytest.raises(UsageError, match="BertModel has no decoder, and prime graphs are for prompts"):
+        segue.accelerate(build("bert", device), strategy="prime", device=device)
+
+
 def test_models_with_a_cache_are_no_encoders(device: Device, make: Callable[..., Any]) -> None:
     decoder = make("llama")
     assert not encoder_probe.is_encoder(decoder) and not encoder_probe.is_encoder(decoder.model)
     config = transformers.AutoConfig.for_model("bert", **CONFIGS["bert"], is_decoder=True)
     assert not encoder_probe.is_encoder(transformers.BertModel(config).eval())
+    assert not encoder_probe.is_encoder(transformers.T5Model(transformers.AutoConfig.for_model("t5", **CONFIGS["t5"])).eval())
     assert encoder_probe.is_encoder(build("bert", device, "AutoModelForMaskedLM"))
 
 

@@ -38,6 +38,10 @@ def accelerate(
     breaks between them, with the model's own attention function, masks and cache. What can't be served that way runs
     the untouched forward and is counted, with the reason, in the handle's ``stats``.
 
+    A model without a decoder or cache, such as BERT, runs its whole forward, masks included, as one graph for each padded length
+    and number of rows. ``max_tokens`` is then that of one graph: larger batches run in pieces, and longer rows untouched.
+    ``buckets`` are the padded lengths of a row. So it is for the model inside a ``SentenceTransformer`` or ``CrossEncoder``.
+
     Args:
         model: a ``PreTrainedModel`` of a supported family (llama, mistral, qwen2, qwen3), in eval mode, on one device.
         max_tokens: the most tokens of *one forward* (batch times padded length), not of the text generated. Longer
@@ -93,6 +97,8 @@ def accelerate(
     if before is not None:  # the same model with something else around it
         before.restore()
     if encoder_probe.is_encoder(served):
+        if strategy == "prime":
+            raise UsageError(f"{checks.describe(served)} has no decoder, and prime graphs are for prompts. Leave strategy out")
         return EncoderHandle(whole, served, **options)
     parts = checks.parts_of(served)
     try:

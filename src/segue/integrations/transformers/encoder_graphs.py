@@ -22,6 +22,11 @@ Run = Callable[[GraphRunner, Sequence[Tensor]], tuple[Tensor, ...]]
 _MOST_SHAPES = 64
 
 
+def by_runner(runner: GraphRunner, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Runs a call as the runner sees fit."""
+    return runner(*tensors)  # type: ignore[no-any-return]
+
+
 class TooManyShapes(Exception):
     """The call's tensors have a shape for which there is no runner, and there are as many as may be."""
 
@@ -75,8 +80,10 @@ class EncoderGraphs:
         if before is not None:
             self._past, self._rows, self._padded = before._past, before._rows, before._padded
 
-    def run(self, call: EncoderCall, run: Run) -> Sequence[Tensor]:
+    def run(self, call: EncoderCall, run: Run = by_runner) -> Sequence[Tensor]:
         """The output's tensors for a call that a bucket holds, cut to the call's rows and tokens.
+
+        ``run``: called in the place of the runner that serves a piece of the call, with that.
 
         Raises:
             TooManyShapes: nothing was run. What the runner raises.
@@ -178,11 +185,15 @@ class EncoderGraphs:
             own = torch.contiguous_format  # as the untouched forward's are
             whole = zip(run(shape.runner, padded(call, shape.length, self._boundary.pads)), self._cuts, strict=True)
             outs = [t if d is None else t.narrow(d, 0, call.length).clone(memory_format=own) for t, d in whole]
+        if run is by_runner:
+            self._count(call, shape)
+        return outs
+
+    def _count(self, call: EncoderCall, shape: _Shape) -> None:
         size = call.length if shape.single else call.batch
         room = shape.tokens(shape.runner.ladder.bucket_for(size) or size)
         self._rows += room
         self._padded += room - call.batch * (call.length or 1)
-        return outs
 
     def _length(self, call: EncoderCall) -> int:
         return (self._grid.lengths.bucket_for(call.length) or call.length) if call.length else 0

@@ -23,7 +23,7 @@ from segue.integrations.transformers.decoder_forward import ForwardPatch
 from segue.integrations.transformers.encoder_buckets import EncoderGrid
 from segue.integrations.transformers.encoder_calls import SIDES, Boundary, EncoderCall, EncoderCallReader
 from segue.integrations.transformers.encoder_forward import EncoderBody, places_of
-from segue.integrations.transformers.encoder_graphs import EncoderGraphs, Run, TooManyShapes
+from segue.integrations.transformers.encoder_graphs import EncoderGraphs, Run, TooManyShapes, by_runner
 from segue.integrations.transformers.serving_handle import ServingHandle
 from segue.integrations.transformers.training_modes import TrainingModes
 from segue.integrations.transformers.weights import Weights
@@ -169,7 +169,7 @@ class EncoderHandle(ServingHandle):
                 if isinstance(call, str):
                     raise UsageError(call)
                 with torch.inference_mode():
-                    got = graphs.run(call, _by_runner)
+                    got = graphs.run(call)
                     encoder_probe.check_replay(boundary, got, given)
         finally:
             graphs.close()
@@ -181,8 +181,8 @@ class EncoderHandle(ServingHandle):
         reason = self._reason(call)
         if reason is not None:
             return self._untouched_forward(reason, args, kwargs)
-        run: Run = self._here.run or _by_runner
-        if run is not _by_runner or not self._graphs.is_captured(call):
+        run: Run = self._here.run or by_runner
+        if run is not by_runner or not self._graphs.is_captured(call):
             if (changed := self._changed()) is not None:
                 if self._takes_in(changed):
                     return self._serve_alone(args, kwargs)
@@ -249,10 +249,6 @@ class EncoderHandle(ServingHandle):
     def _is_usual(self, side: str) -> bool:
         """Whether tokenizers give this side input: types where there are several."""
         return side == "token_type_ids" and getattr(self._model.config, "type_vocab_size", 1) > 1
-
-
-def _by_runner(runner: GraphRunner, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return runner(*tensors)  # type: ignore[no-any-return]
 
 
 def _by_reference(runner: GraphRunner, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -30,22 +30,24 @@ def is_encoder(model: Any) -> bool:
     """Whether ``model`` is a transformers model without a decoder: one that keeps no state from one forward to the next."""
     from transformers import PreTrainedModel
 
-    if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder or model.can_generate():
+    if not isinstance(model, PreTrainedModel) or model.can_generate():
         return False
-    main = _main_input(model)
-    if main != "input_ids":
-        return True
     base = model.base_model
-    try:
-        with torch.no_grad(), generators_kept(_device(base)):
-            forward = base.forward
-            if isinstance(forward, ForwardPatch):  # which would count the call
-                forward = vars(forward)["__wrapped__"]
-            takes = {"use_cache": True} if _takes(forward, "use_cache") else {}
-            out = forward(_example(model)(1, 3, _generator()), return_dict=True, **takes)
-    except Exception:  # it takes more than tokens
-        return not hasattr(model.config, "use_cache")
-    return isinstance(out, dict) and all(isinstance(value, Tensor) for value in out.values())
+    if _takes(base.forward, "decoder_input_ids", exactly=True):
+        return False
+    if _main_input(model) != "input_ids":
+        return True
+    forward = base.forward
+    if isinstance(forward, ForwardPatch):  # which would count the call
+        forward = vars(forward)["__wrapped__"]
+    for asks in ({"use_cache": True}, {}):  # some encoders take the first for a mistake
+        try:
+            with torch.no_grad(), generators_kept(_device(base)):
+                out = forward(_example(model)(1, 3, _generator()), return_dict=True, **asks)
+        except Exception:
+            continue
+        return isinstance(out, dict) and all(isinstance(value, Tensor) for value in out.values())
+    return not hasattr(model.config, "use_cache")  # it takes more than tokens
 
 
 def find(model: Any, trial: Callable[[Boundary], None]) -> Boundary:
