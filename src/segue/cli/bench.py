@@ -145,6 +145,56 @@ def prime(out: Out = None, lengths: Lengths = None, times: Times = 20, output: F
 
 
 @app.command(
+    short_help="Decoders of several kinds: dense, mixture, hybrid, latent attention.",
+    epilog=examples("segue bench kinds", "segue bench kinds --compile -n 256 -f kinds.md"),
+)
+def kinds(
+    out: Out = None,
+    lengths: Lengths = None,
+    times: Times = 20,
+    compile: Annotated[bool, typer.Option("--compile", help="Measure segue with compiled layers too.")] = False,
+    output: FormatOption = Format.MD,
+) -> None:
+    """Decoders of several kinds, a prompt and a decoding step, eager and by segue.
+
+    Without a CUDA device only the verdicts are given, in a small size.
+    """
+    from segue.bench.kinds import KindSizes, measure
+
+    device = _device()
+    if device.traits.timing:
+        result = measure(device, times=times, lengths=lengths or (), progress=log.print, compile=compile)
+    else:
+        small = KindSizes(layers=4, hidden=64, vocabulary=61)
+        result = measure(device, small, torch.float32, times=2, lengths=(16,), progress=log.print, compile=compile)
+    _publish(result, out, output)
+
+
+@app.command(
+    short_help="An encoder, one sequence and many sentences.",
+    epilog=examples("segue bench encoder", "segue bench encoder --dtype float32 -n 32 -f encoder.md"),
+)
+def encoder(
+    out: Out = None,
+    lengths: Lengths = None,
+    times: Times = 50,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of the weights.")] = "bfloat16",
+    output: FormatOption = Format.MD,
+) -> None:
+    """An encoder of all-MiniLM-L6's shape: one sequence, and 500 sentences of mixed length embedded in batches.
+
+    Eager, segue, segue with compiled layers, and torch.compile, which takes ten seconds for each length. Without a CUDA device
+    only the verdicts are given, in a small size.
+    """
+    from segue.bench.encoder import measure
+
+    if dtype not in ("float32", "bfloat16"):
+        raise UsageError(f"--dtype {dtype}: neither float32 nor bfloat16")
+    result = measure(_device(), dtype=getattr(torch, dtype), times=times, progress=log.print, lengths=lengths)
+    _publish(result, out, output)
+
+
+@app.command(
     short_help="What grows with tokens, layers and buckets.",
     epilog=examples("segue bench growth --plot growth.svg", "segue bench growth --model 8B --compile"),
 )

@@ -38,6 +38,10 @@ def accelerate(
     breaks between them, with the model's own attention function, masks and cache. What can't be served that way runs
     the untouched forward and is counted, with the reason, in the handle's ``stats``.
 
+    A model without a decoder or cache, such as BERT, runs its whole forward, masks included, as one graph for each padded length
+    and number of rows. ``max_tokens`` is then that of one graph: larger batches run in pieces, and longer rows untouched.
+    ``buckets`` are the padded lengths of a row. So it is for the model inside a ``SentenceTransformer`` or ``CrossEncoder``.
+
     Args:
         model: a ``PreTrainedModel`` of a supported family (llama, mistral, qwen2, qwen3), in eval mode, on one device; or a
             module that holds one, as a ``PeftModel`` does. Handles, and what ``torch.compile`` returns, are looked through.
@@ -73,7 +77,8 @@ def accelerate(
     _require_transformers()
     if strategy not in _STRATEGIES:
         raise UsageError(f"strategy={strategy!r} is not one that segue.accelerate() knows: use one of {_STRATEGIES}")
-    from segue.integrations.transformers import checks
+    from segue.integrations.transformers import checks, encoder_probe
+    from segue.integrations.transformers.encoder_handle import EncoderHandle
     from segue.integrations.transformers.handle import Accelerated
     from segue.integrations.transformers.layers_handle import AcceleratedLayers
     from segue.integrations.transformers.serving_handle import handle_of
@@ -94,6 +99,10 @@ def accelerate(
         return before.with_options(**options)
     if before is not None:  # the same model with something else around it
         before.restore()
+    if encoder_probe.is_encoder(served):
+        if strategy == "prime":
+            raise UsageError(f"{checks.describe(served)} has no decoder, and prime graphs are for prompts. Leave strategy out")
+        return EncoderHandle(whole, served, **options)
     parts = checks.parts_of(served)
     try:
         return Accelerated(whole, served, parts, **options)

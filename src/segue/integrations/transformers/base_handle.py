@@ -58,6 +58,15 @@ class Handle(ABC):
         else:
             setattr(self._module, name, value)
 
+    def __getitem__(self, at: Any) -> Any:
+        return self._module[at]
+
+    def __len__(self) -> int:
+        return len(self._module)
+
+    def __bool__(self) -> bool:
+        return True
+
     def __dir__(self) -> list[str]:
         return sorted({*dir(type(self)), *dir(self._module)})
 

@@ -1,50 +1,40 @@
-"""A decoder's layers and final norm, compiled once for all lengths and used only while its body or its trunk runs."""
+"""Layers, compiled once for all lengths and used only while a body or a trunk runs."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import nn
 
-from segue.capture.compiled import Compiled, compile_dynamic
+from segue.capture.compiled import compile_dynamic
 
 
 class CompiledLayers:
-    """Puts compiled forwards in the place of those of a decoder's layers and final norm, for as long as a body runs.
+    """Puts compiled forwards in the places of those of ``modules``, parts of ``owner``, for as long as a body runs.
 
     The untouched model is never compiled. Dynamo compiles the code of all layers once, since they share it.
     """
 
-    def __init__(self, layers: nn.ModuleList, decoder: Any, on_failure: Literal["raise", "eager"]) -> None:
-        self._layers, self._decoder = layers, decoder
-        self._on_failure: Literal["raise", "eager"] = on_failure
+    def __init__(self, owner: Any, modules: Sequence[nn.Module], on_failure: Literal["raise", "eager"]) -> None:
+        self._owner = owner
         self.enabled = False  # they may run compiled, which they do first at a number of tokens that no other size equals
-        self._earlier = 0.0  # what compiling took for layers that are there no more
-        self._forwards: list[tuple[nn.Module, Compiled]] = []
-        self.wrap()
-
-    def wrap(self) -> None:
-        """Compile the layers that the decoder has now, when they are called next."""
-        self._earlier, self.enabled = self.seconds, False
-        norm = getattr(self._decoder, "norm", None)
-        modules = [*self._layers, *([norm] if isinstance(norm, nn.Module) else [])]
-        self._forwards = [(m, compile_dynamic(m.forward, on_failure=self._on_failure)) for m in modules]
+        self._forwards = [(m, compile_dynamic(m.forward, on_failure=on_failure)) for m in modules]
 
     @property
     def tokens_to_compile_at(self) -> int:
         """A number of tokens that equals no size of a weight, nor a number of heads: dynamo would take the two for one size."""
-        config = vars(self._decoder.config)
-        sizes = {n for p in self._decoder.parameters() for n in p.shape} | {v for v in config.values() if isinstance(v, int)}
+        config = vars(self._owner.config)
+        sizes = {n for p in self._owner.parameters() for n in p.shape} | {v for v in config.values() if isinstance(v, int)}
         sizes |= {n // d for n in sizes for d in sizes if d and n % d == 0}
         return next(n for n in itertools.count(37) if n not in sizes)
 
     @property
     def seconds(self) -> float:
         """What compiling has taken so far."""
-        return self._earlier + sum(compiled.seconds for _, compiled in self._forwards)
+        return sum(compiled.seconds for _, compiled in self._forwards)
 
     @property
     def failed(self) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any, Protocol
 
@@ -89,6 +89,26 @@ class ForwardPatch:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _unpatched, (self._decoder, self._before)
+
+    @property
+    def module(self) -> Any:
+        """The module whose forward it stands in for."""
+        return self._decoder
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Within this block the module has its own forward."""
+        own = vars(self._decoder)
+        mine = own.get("forward") is self
+        if mine:
+            del own["forward"]
+            if self._before is not None:
+                own["forward"] = self._before
+        try:
+            yield
+        finally:
+            if mine:
+                own["forward"] = self
 
     def apply(self) -> None:
         """Put the patch in the place of the decoder's forward."""

@@ -91,7 +91,8 @@ class Accelerated(ServingHandle):
         self._weights = Weights(decoder, self._device, live=(decoder.get_input_embeddings(),))
         self._modes = TrainingModes(decoder)
         self._implementation = AttentionName(m.config for m in decoder.modules() if hasattr(m, "config"))
-        self._compiled = CompiledLayers(parts.layers, decoder, on_failure) if compile else None
+        norm = [m for name, m in decoder.named_children() if name == "norm"]
+        self._compiled = CompiledLayers(decoder, [*parts.layers, *norm], on_failure) if compile else None
         self._breaks = ModuleBreaks()
         self._attention_module = parts.mixers[0].module
         self._layers = len(parts.layers)

@@ -134,3 +134,23 @@ def other_depth(now: object, before: int) -> Reason:
 def other_mode(name: str, now: str, before: str) -> Reason:
     """The caller's mode ``name`` is not what it was at the capture."""
     return Reason(f"{name} {now}, and {before} before: {_TAKES_IN}", "Call it under the same modes always, or handle.recapture()")
+
+
+# Encoders.
+SHAPES = Reason("inputs of more shapes than get graphs", "Resize images or features to a few sizes before")
+DEVICES = Reason("inputs on another device than the graphs", "Move the inputs to the model's device")
+
+
+def not_a_tensor(argument: str) -> Reason:
+    """The argument is something else than a tensor."""
+    return Reason(f"{argument} that is no tensor", "Give tensors, as return_tensors='pt' does")
+
+
+def without(argument: str) -> Reason:
+    """The call doesn't give the main input."""
+    return Reason(f"no {argument}", f"Give {argument}")
+
+
+def shape(argument: str) -> Reason:
+    """The argument has another shape than the tokens."""
+    return Reason(f"{argument} that is not [batch, tokens]", f"Give {argument} as tokenizers make it")
