@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from segue.cli import handles, target
@@ -117,8 +116,7 @@ def _check_prime(name: str, made: Any, bucket: int | None, requests: int | None,
 
     with said_on_stderr():
         if not isinstance(made, PrimeGraph):
-            device = None if torch.cuda.is_available() else "emulator"
-            made = PrimeGraph(made, bucket or 512, requests or 1, device=device)
+            made = handles.prime_graph(made, bucket or 512, requests or 1)
         elif bucket is not None or requests is not None:
             raise UsageError(f"{name} gives a PrimeGraph, which is made already: leave out --bucket and --requests")
         with made as prime:
