@@ -87,6 +87,8 @@ def _check_model(found: Target, output: Format) -> None:
     model = handles.model_of(handle)
     with said_on_stderr():
         report = check_model(handle, cases_of(handle, found.call), log.print)
+    if not report.rows:
+        raise UsageError(f"{found.name}: no call of it could be compared. {'; '.join(report.notes)}")
     title = f"{type(model).__name__} on {handles.device_of(handle)}. Each call with segue three times, against the bare model."
     scale = "*off by*: the largest difference, as a part of the largest value."
     sys.stdout.write(render(report.rows, output, [title, scale, *report.findings, *report.notes]))
