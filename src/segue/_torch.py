@@ -33,7 +33,7 @@ _NEEDED = (
     *("torch._C._dynamo.eval_frame.set_code_exec_strategy", "torch._neg_view", "torch._foreach_copy_"),
     "torch.Generator._cdata",
     *("torch.utils._device.CURRENT_DEVICE", "torch.utils._python_dispatch._get_current_dispatch_mode"),
-    *("torch._C._storage_Use_Count", "torch._C._is_tracing"),
+    *("torch._C._storage_Use_Count", "torch._C._is_tracing", "torch.autograd.profiler._is_profiler_enabled"),
 )
 
 
@@ -71,6 +71,7 @@ def _exists(name: str) -> bool:
 
 require(*_NEEDED)
 _inference_guard: Any = torch._C._InferenceMode
+PROFILER: Any = torch.autograd.profiler  # its _is_profiler_enabled says whether a profiler records, in any thread
 
 
 class WatchingMode(TorchDispatchMode):

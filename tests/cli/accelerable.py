@@ -36,6 +36,10 @@ def with_call() -> Any:
     return model(), (), {"input_ids": torch.ones(1, 3, dtype=torch.long, device=DEVICE)}
 
 
+def with_wrong_call() -> Any:
+    return model(), (), {"input_ids": "no tensor"}
+
+
 def handle() -> Any:
     return segue.accelerate(model(), max_tokens=8, device=EMULATOR)
 

@@ -96,7 +96,7 @@ def test_a_verdict_names_the_first_token_that_differs() -> None:
     assert demo.verdict(want, want[:, :3], 1) == "differs: sequence 0, token 2: nothing instead of 3"
 
 
-_COMMANDS = ["", "demo", "env", "check", "plan", "inspect", "bench", *(f"bench {name}" for name in _BENCHES)]
+_COMMANDS = ["", "demo", "env", "check", "plan", "inspect", "trace", "bench", *(f"bench {name}" for name in _BENCHES)]
 
 
 @pytest.mark.parametrize("command", [command.split() for command in _COMMANDS])

@@ -99,18 +99,32 @@ def test_what_the_model_itself_can_not_do_is_left_out(accelerable: ModuleType) -
     assert report.notes == ["impossible: left out, as the model without segue raises NotImplementedError: no such thing"]
 
 
+def test_what_the_model_itself_does_not_repeat_is_left_out(accelerable: ModuleType) -> None:
+    given = (CallResult({"logits": torch.full((2,), float(i))}) for i in range(9))
+    with accelerable.handle() as handle:
+        report = check_model(handle, [Case("restless", lambda model: next(given))], lambda line: None)
+    assert report.ok and report.rows == []
+    assert report.notes[0].startswith("restless: left out, as the model without segue doesn't repeat itself: logits differs in ")
+
+
 def test_texts_of_generate_are_compared_up_to_a_near_tie(accelerable: ModuleType) -> None:
     logits = [torch.tensor([[1.0, 2.0, 2.0]]), torch.tensor([[3.0, 0.0, 0.0]])]
     want = CallResult({"1": logits[0], "2": logits[1]}, {}, {"t": torch.tensor([1])}, torch.tensor([[1, 0]]))
     other = CallResult({"1": logits[0] + 1e-6, "2": logits[1] * 9}, {}, {"t": torch.tensor([2])}, torch.tensor([[2, 0]]))
-    given = iter([want, other, other, other])
+    given = iter([want, want, other, other, other])
     with accelerable.handle() as handle:
         report = check_model(handle, [Case("text", lambda model: next(given))], lambda line: None)
         assert report.ok and report.rows[0]["tokens"] == "1 near tie" and report.rows[0]["verdict"] == "equal to rounding"
         wrong = CallResult({"1": logits[0] * 2, "2": logits[1]}, {}, {"t": torch.tensor([2])}, torch.tensor([[2, 0]]))
-        given = iter([want, wrong, wrong, wrong])
+        given = iter([want, want, wrong, wrong, wrong])
         report = check_model(handle, [Case("text", lambda model: next(given))], lambda line: None)
     assert not report.ok and report.rows[0]["verdict"] == "WRONG" and "1 differs in 3 of 3 elements" in report.findings[0]
+
+
+def test_a_model_of_which_nothing_could_be_compared_is_not_called_right() -> None:
+    result = run(app, ["check", "accelerable:with_wrong_call"])
+    assert isinstance(result.exception, segue.UsageError)
+    assert "no call of it could be compared. the example call: left out, as the model" in str(result.exception)
 
 
 def test_inspect_of_a_model_lists_breaks_memory_and_what_calls_came_to() -> None:

@@ -109,7 +109,7 @@ def test_a_saved_model_is_loaded_as_the_class_that_was_saved(folder: Path) -> No
         ("./here:model", "./here.py is one"),
         ("accelerable.more:model", "there is no module 'accelerable.more', here or among the installed ones"),
         ("accelerable:modle", "accelerable has no 'modle'; did you mean model"),
-        ("accelerable:zzz", "accelerable has no 'zzz'; it has model, with_call, handle, "),
+        ("accelerable:zzz", "accelerable has no 'zzz'; it has model, with_call, with_wrong_call, "),
         ("accelerable:model.zzz", "accelerable:model has no 'zzz'"),
         ("accelerable:needy", "accelerable:needy needs arguments path, size, and is called without any"),
         ("accelerable:forgetful", "accelerable:forgetful returned None (is a return missing?); it must return"),

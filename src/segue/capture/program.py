@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from operator import index
 from typing import Any
 
 import torch
 
 from segue import _torch
+from segue._torch import PROFILER
 from segue.capture.break_points import Break
 from segue.capture.externals import Externals
 from segue.capture.modes import CallerModes, OtherMode
+from segue.capture.named_ranges import range_of
 from segue.capture.nested import Take
 from segue.capture.thread_state import state
 from segue.devices import Pool, Segment
@@ -33,6 +36,7 @@ class Program:
         self._most = float("inf") if rows is None else rows
         self._state = {"pools": (pool,), "rows": rows, "inside_break": True, "reference": False, "phase": None}
         self._all = [s.runs() if isinstance(s, Break) else _launches(s) for s in steps]
+        self._labels = dict(zip(map(id, self._all), _labels(steps), strict=True))
         live = [run for run, step in zip(self._all, steps, strict=True) if isinstance(step, Break) or not step.empty]
         # The first segment alone, if the device may run it while the host checks the modes, and the externals of the others.
         early = externals.early and not isinstance(steps[0], Break) and not steps[0].empty
@@ -101,12 +105,18 @@ class Program:
             mine.update(before)
 
     def _run(self, step: Run | None) -> None:
+        run = self._run_named if PROFILER._is_profiler_enabled else _run
         if step is None:
-            _run(self._first)
+            run(self._first)
         if (other := self._other_mode()) is not None:
             raise self._under_another(other)
         self.externals.check_rest()
-        _run(self._others if step is None else [step])
+        run(self._others if step is None else [step])
+
+    def _run_named(self, steps: list[Run]) -> None:
+        for step in steps:
+            with range_of(self._labels[id(step)]):
+                _run([step])
 
     def _nested(self) -> UsageError:
         return UsageError(
@@ -132,6 +142,12 @@ def _run(steps: list[Run]) -> None:
             take(result)
         elif result is not None:
             refuse(result)
+
+
+def _labels(steps: list[Step]) -> list[str]:
+    """``segment 0``, ``break mix (model.py:12)``, ``segment 1``: what each step is called."""
+    number = count()
+    return [f"break {s.spec.label}" if isinstance(s, Break) else f"segment {next(number)}" for s in steps]
 
 
 def _launches(segment: Segment) -> Run:

@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from segue.cli import bench, check, demo, env, failures, inspect, plan
+from segue.cli import bench, check, demo, env, failures, inspect, plan, trace
 from segue.cli.output import examples, log
 from segue.errors import SegueError
 
@@ -30,6 +30,7 @@ app.add_typer(bench.app, name="bench")
 app.command("check", short_help="Whether replays are right; exit 1 if one isn't.", epilog=check.EXAMPLES)(check.check)
 app.command("plan", short_help="Which buckets a sample of lengths calls for.", epilog=plan.EXAMPLES)(plan.plan)
 app.command("inspect", short_help="Segments, breaks, memory, and what ran eager.", epilog=inspect.EXAMPLES)(inspect.inspect)
+app.command("trace", short_help="Where the time of a call goes, on host and device.", epilog=trace.EXAMPLES)(trace.trace)
 
 
 def _print_version(asked: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from segue.cli import handles, target
@@ -88,6 +87,8 @@ def _check_model(found: Target, output: Format) -> None:
     model = handles.model_of(handle)
     with said_on_stderr():
         report = check_model(handle, cases_of(handle, found.call), log.print)
+    if not report.rows:
+        raise UsageError(f"{found.name}: no call of it could be compared. {'; '.join(report.notes)}")
     title = f"{type(model).__name__} on {handles.device_of(handle)}. Each call with segue three times, against the bare model."
     scale = "*off by*: the largest difference, as a part of the largest value."
     sys.stdout.write(render(report.rows, output, [title, scale, *report.findings, *report.notes]))
@@ -117,8 +118,7 @@ def _check_prime(name: str, made: Any, bucket: int | None, requests: int | None,
 
     with said_on_stderr():
         if not isinstance(made, PrimeGraph):
-            device = None if torch.cuda.is_available() else "emulator"
-            made = PrimeGraph(made, bucket or 512, requests or 1, device=device)
+            made = handles.prime_graph(made, bucket or 512, requests or 1)
         elif bucket is not None or requests is not None:
             raise UsageError(f"{name} gives a PrimeGraph, which is made already: leave out --bucket and --requests")
         with made as prime:

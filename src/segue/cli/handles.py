@@ -1,16 +1,18 @@
-"""What the commands ask of :func:`segue.accelerate` and its handles."""
+"""What the commands ask of handles of :func:`segue.accelerate`, and of prime graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from segue import environment
 from segue.errors import UsageError
 from segue.integrations.transformers import accelerate
 from segue.integrations.transformers.base_handle import Handle
+from segue.prime import PrimeGraph
 from segue.runner import GraphRunner
 
 _CACHES = ("cache", "past_key_values", "cache_params")  # what releases of transformers and families call their cache
@@ -32,6 +34,11 @@ def accelerated(model: nn.Module, **options: Any) -> Any:
     first = next(model.parameters(), None)
     on_cpu = first is not None and first.device.type == "cpu"
     return accelerate(model, device="emulator" if on_cpu else None, **options)
+
+
+def prime_graph(trunk: Any, bucket: int, requests: int = 1) -> PrimeGraph:
+    """A prime graph of a trunk, on the emulator if there is no CUDA device."""
+    return PrimeGraph(trunk, bucket, requests, device=None if torch.cuda.is_available() else "emulator")
 
 
 def model_of(handle: Any) -> Any:

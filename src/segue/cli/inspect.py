@@ -30,7 +30,7 @@ _SMALL = 64  # the most tokens of the calls that are made
 
 
 def inspect(
-    name: Annotated[str, typer.Argument(metavar="TARGET", help=target.TARGETS)],
+    name: Annotated[str, typer.Argument(metavar="TARGET", help=target.RUNNERS)],
     bucket: Annotated[int | None, typer.Option(help="Show the segments and breaks of this bucket, in order.")] = None,
     max_tokens: MaxTokens = None,
     strategy: Strategy = None,

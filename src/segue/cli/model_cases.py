@@ -53,6 +53,28 @@ class Case:
     run: Callable[[Any], CallResult]
 
 
+def everyday_case(handle: Any, call: Any, tokens: int) -> tuple[Case, list[str]]:
+    """What a model mostly does, and what its calls are called: a prompt of ``tokens`` tokens and a step after it, an encoder's
+    forward, or the example ``call``.
+
+    Raises:
+        UsageError: it isn't known what such a model takes.
+    """
+    model = handles.model_of(handle)
+    if call is not None:
+        return _example(call.args, call.kwargs or {}), ["the example call"]
+    if sentences := _of_sentences(model):
+        return sentences[-1], [sentences[-1].name]
+    inputs = ModelInputs(model)
+    tokens = min(tokens, handles.most_tokens(handle), inputs.longest)
+    if _is_encoder_decoder(model):
+        return _generation("", inputs.one(tokens)), [f"generate after {_tokens(tokens)}"]
+    if not keeps_cache(handle):
+        return _forward("", inputs.one(tokens)), [f"forward of {_tokens(tokens)}" if inputs.of_text else "forward"]
+    text = {**inputs.one(tokens + 1), **_known(model, logits_to_keep=1)}
+    return _continued(model, "", text, [tokens, 1]), [f"prompt of {_tokens(tokens)}", "step"]
+
+
 def cases_of(handle: Any, call: Any = None, max_tokens: int | None = None) -> list[Case]:
     """The example call of an accelerated model, or calls of each kind that it takes.
 
@@ -155,8 +177,10 @@ def _forward(name: str, given: dict[str, Any]) -> Case:
     return Case(name, run)
 
 
-def _continued(model: Any, name: str, given: dict[str, Tensor], sizes: list[int]) -> Case:
-    """Forwards of so many tokens each, every one on the cache of those before. ``given``: ids, and maybe a mask, [B, sum]."""
+def _continued(model: Any, name: str, given: dict[str, Any], sizes: list[int]) -> Case:
+    """Forwards of so many tokens each, every one on the cache of those before. ``given``: ids, and maybe a mask, [B, sum], and
+    other arguments of each.
+    """
     keeping = _known(model, use_cache=True)
 
     def run(model: Any) -> CallResult:
@@ -165,7 +189,7 @@ def _continued(model: Any, name: str, given: dict[str, Tensor], sizes: list[int]
         mask = given.get("attention_mask")
         for i, size in enumerate(sizes):
             end = start + size
-            ids = {key: t[:, start:end] for key, t in given.items() if key != "attention_mask"}
+            ids = {key: t[:, start:end] if isinstance(t, Tensor) else t for key, t in given.items() if key != "attention_mask"}
             masked = {} if mask is None else {"attention_mask": mask[:, :end]}
             output = model(**ids, **masked, **cache, **keeping)
             found.add(output, None if mask is None else mask[:, start:end], f"forward {i + 1}: " if len(sizes) > 1 else "")

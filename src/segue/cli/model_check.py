@@ -17,9 +17,10 @@ from segue.cli.model_cases import CallResult, Case
 from segue.errors import SegueError
 from segue.runner import Stats
 
-# In the first round buckets are warmed up, in the second captured, and in the third all calls replay. Lengths go up and
-# down, so that short calls follow long ones.
-_ROUNDS = 3
+# Without segue each case runs up and down the list, which tells whether the model repeats itself, and is as after any other case.
+# With segue, buckets are warmed up in the first round and captured in the second, and in the third all calls replay. Lengths
+# go up and down, so that short calls follow long ones.
+_BARE_ROUNDS, _ROUNDS = 2, 3
 _WRONG = "WRONG"
 _PARTS = ("outputs", "caches")
 
@@ -46,22 +47,23 @@ def check_model(handle: Any, cases: Sequence[Case], progress: Callable[[str], No
     checked = [_Checked(case) for case in cases]
     report = ModelReport()
     with torch.inference_mode():
-        for one in checked:
-            progress(f"{one.case.name}, without segue")
-            one.expect(handle)
+        for i in range(_BARE_ROUNDS):
+            for one in checked[:: -1 if i % 2 else 1]:
+                progress(f"{one.case.name}, without segue")
+                one.expect(handle)
         for i in range(_ROUNDS):
             for one in checked[:: -1 if i % 2 else 1]:
-                if one.want is not None:
+                if not one.left_out:
                     progress(f"{one.case.name}, round {i + 1} of {_ROUNDS}")
                     one.compare(handle)
     for one in checked:
-        if one.want is None:
-            report.notes.append(f"{one.case.name}: left out, as the model without segue raises {one.failed}")
+        if one.left_out:
+            report.notes.append(f"{one.case.name}: left out, as the model without segue {one.left_out}")
         else:
             report.rows.append(one.row())
-            report.findings += one.findings
-    stats = handle.stats
-    report.notes += [f"forwards without graphs: {count}, because of: {reason}" for reason, count in sorted(stats.reasons.items())]
+            report.findings += [f"{one.case.name}: {text}" for text in one.differences.findings]
+    for reason, count in sorted(handle.stats.reasons.items()):
+        report.notes.append(f"forwards without graphs: {count}, because of: {reason}")
     return report
 
 
@@ -71,20 +73,26 @@ class _Checked:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.want: CallResult | None = None
-        self.failed = ""
-        self.findings: dict[str, None] = {}
-        self.off = {part: 0.0 for part in _PARTS}  # the largest difference of all runs, as a part of the largest value
-        self.wrong: set[str] = set()
-        self.part_ways = 0  # greedy tokens that differ because two logits are as good as equal
+        self.left_out = ""  # why it can't be compared
+        self.differences = _Differences()
         self.ran = ""
 
     def expect(self, handle: Any) -> None:
-        """Run the case without segue."""
+        """Run the case without segue. What the first run gives is what all must give."""
+        if self.left_out:
+            return
         with handle.untouched() as model:
             try:
-                self.want = self.case.run(model)
+                got = self.case.run(model)
             except Exception as e:
-                self.failed = f"{type(e).__name__}: {e}"
+                self.left_out = f"raises {type(e).__name__}: {e}"
+                return
+        if self.want is None:
+            self.want = got
+        again = _Differences()
+        again.add(self.want, got)
+        if again.findings:
+            self.left_out = f"doesn't repeat itself: {next(iter(again.findings))}"
 
     def compare(self, handle: Any) -> None:
         """Run the case with segue, and note how what it gives differs."""
@@ -96,51 +104,70 @@ class _Checked:
             if _torch.device_is_lost(e):
                 raise
             said = str(e) if isinstance(e, SegueError) else f"{type(e).__name__}: {e}"
-            self._find("outputs", f"raised {said}")
+            self.differences.find("outputs", f"raised {said}")
             return
         self.ran = _ran(before, handle.stats)
-        self._compare(self.want, got)
+        self.differences.add(self.want, got)
 
     def row(self) -> dict[str, Any]:
         """The case in the table of verdicts."""
-        assert self.want is not None
-        cells = {part: self._cell(part) if getattr(self.want, part) else None for part in _PARTS}
-        if self.want.tokens:
-            cells["tokens"] = _WRONG if "tokens" in self.wrong else self._ties() or "same"
-        verdict = _WRONG if self.wrong else "equal to rounding" if any(self.off.values()) else "equal"
-        return {"case": self.case.name, "last round": self.ran, **cells, "verdict": verdict}
+        differences = self.differences
+        cells = {part: differences.cell(part) if getattr(self.want, part) else None for part in _PARTS}
+        if self.want is not None and self.want.tokens:
+            cells["tokens"] = differences.tokens()
+        return {"case": self.case.name, "last round": self.ran, **cells, "verdict": differences.verdict()}
 
-    def _ties(self) -> str:
-        return f"{self.part_ways} near tie{'s' if self.part_ways > 1 else ''}" if self.part_ways else ""
 
-    def _compare(self, want: CallResult, got: CallResult) -> None:
+class _Differences:
+    """How results of a case differ from what the first gave. ``findings``: a sentence for each that is no rounding."""
+
+    def __init__(self) -> None:
+        self.findings: dict[str, None] = {}
+        self._wrong: set[str] = set()
+        self._off = {part: 0.0 for part in _PARTS}  # the largest difference of all, as a part of the largest value
+        self._ties = 0  # greedy tokens that differ because two logits are as good as equal
+
+    def add(self, want: CallResult, got: CallResult) -> None:
+        """Compare one more result."""
         for part in _PARTS:
             mine, theirs = getattr(got, part), getattr(want, part)
             if part == "outputs" and want.generated is not None and got.generated is not None:
                 together = _together(want.generated, got.generated)
                 mine, theirs = ({name: t[together[:, i]] for i, (name, t) in enumerate(d.items())} for d in (mine, theirs))
             for name in theirs.keys() | mine.keys():
-                self._compare_tensor(part, name, mine.get(name), theirs.get(name))
-        if not self.wrong:  # logits are equal to rounding, so that other tokens are as good
+                self._compare(part, name, mine.get(name), theirs.get(name))
+        if not self._wrong:  # logits are equal to rounding, so that other tokens are as good
             pairs = [(got.tokens.get(name), t) for name, t in want.tokens.items()]
-            self.part_ways = max(self.part_ways, sum(int((a != b).sum()) for a, b in pairs if a is not None))
+            self._ties = max(self._ties, sum(int((a != b).sum()) for a, b in pairs if a is not None))
 
-    def _compare_tensor(self, part: str, name: str, got: Tensor | None, want: Tensor | None) -> None:
+    def find(self, part: str, text: str) -> None:
+        """Note that something is wrong."""
+        self._wrong.add(part)
+        self.findings[text] = None
+
+    def cell(self, part: str) -> str:
+        """The part in the table of verdicts."""
+        return _WRONG if part in self._wrong else f"off by {self._off[part]:.1g}" if self._off[part] else "equal"
+
+    def tokens(self) -> str:
+        """The greedy tokens in the table of verdicts."""
+        if self._wrong:
+            return "not compared"
+        return f"{self._ties} near tie{'s' if self._ties > 1 else ''}" if self._ties else "same"
+
+    def verdict(self) -> str:
+        """All of them together."""
+        return _WRONG if self._wrong else "equal to rounding" if any(self._off.values()) else "equal"
+
+    def _compare(self, part: str, name: str, got: Tensor | None, want: Tensor | None) -> None:
         if got is None or want is None:
-            self._find(part, f"{name} is given only {'without' if got is None else 'with'} segue")
+            self.find(part, f"{name} is given only {'without' if got is None else 'with'} segue")
         elif got.shape != want.shape:
-            self._find(part, f"{name} has shape {list(got.shape)} instead of {list(want.shape)}")
+            self.find(part, f"{name} has shape {list(got.shape)} instead of {list(want.shape)}")
         elif (text := value_difference(want, got, exact=False)) is not None:
-            self._find(part, f"{name} {text}")
+            self.find(part, f"{name} {text}")
         elif difference(got, want) is not None:
-            self.off[part] = max(self.off[part], distance(got, want))
-
-    def _find(self, part: str, text: str) -> None:
-        self.wrong.add(part)
-        self.findings[f"{self.case.name}: {text}"] = None
-
-    def _cell(self, part: str) -> str:
-        return _WRONG if part in self.wrong else f"off by {self.off[part]:.1g}" if self.off[part] else "equal"
+            self._off[part] = max(self._off[part], distance(got, want))
 
 
 def _ran(before: Stats, after: Stats) -> str:

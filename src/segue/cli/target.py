@@ -24,11 +24,11 @@ MODELS = (
     "A folder of a saved transformers model; the name of one in transformers' cache; or package.module:NAME or file.py:NAME, "
     "where NAME is a model, or a function without arguments that returns one."
 )
-TARGETS = (
-    f"{MODELS} NAME may also be or return a handle of segue.accelerate, a segue.GraphRunner, a segue.PrimeGraph or a trunk; or "
-    "(model, args, kwargs) or (runner, args, kwargs[, ctx]) with an example call, where ctx may be a function of the number of "
-    "tokens."
+RUNNERS = (
+    f"{MODELS} NAME may also be or return a handle of segue.accelerate or a segue.GraphRunner; or (model, args, kwargs) or "
+    "(runner, args, kwargs[, ctx]) with an example call, where ctx may be a function of the number of tokens."
 )
+TARGETS = f"{RUNNERS} Or a segue.PrimeGraph, or a trunk."
 
 
 @dataclass(frozen=True)

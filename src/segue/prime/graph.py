@@ -13,6 +13,7 @@ from torch import Tensor
 from segue import _torch, devices, environment
 from segue.capture import BreakableCapture
 from segue.capture.module_checks import ModuleChecks
+from segue.capture.named_ranges import named
 from segue.capture.places import Places
 from segue.capture.thread_state import state
 from segue.devices import Device, Pool
@@ -154,13 +155,13 @@ class PrimeGraph:
                 bound.check()
             with _torch.inference_guard(True):
                 batch = read(tokens, session, bound.limits, self.trunk)
-                bound.inputs.fill(embed(self.trunk, batch, self.name, bound.inputs.x), batch)
+                named(f"staging, bucket {self.bucket}", self._stage)(bound.inputs, batch)
                 logits, hidden = bound.forward.run() if bound.forward.captured is None else bound.forward.replay()
             # From here the device is at work, and what is checked costs no time. Only the scratch cache has been written.
             bound.check()
             with without_gradients(as_caller):
-                result = _owned(logits, hidden, batch)
-            bound.forward.deliver(batch.sessions, batch.lengths, inference=as_caller)
+                result = named("outputs", _owned)(logits, hidden, batch)
+            named("copy-out", bound.forward.deliver)(batch.sessions, batch.lengths, inference=as_caller)
         return result
 
     def reference(self, tokens: Any) -> Reference:
@@ -207,6 +208,9 @@ class PrimeGraph:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+    def _stage(self, inputs: Inputs, batch: Batch) -> None:
+        inputs.fill(embed(self.trunk, batch, self.name, inputs.x), batch)
 
     def _check_state(self) -> ModuleChecks:
         """Refuse to record inside another capture or in training mode. Returns the checks for later runs."""

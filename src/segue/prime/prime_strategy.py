@@ -11,6 +11,7 @@ from torch import Tensor
 
 from segue import _torch
 from segue.capture import current_forward_ctx
+from segue.capture.named_ranges import named
 from segue.capture.places import Places
 from segue.capture.thread_state import state
 from segue.errors import ReplayError
@@ -178,7 +179,7 @@ class PrimeStrategy:
 
 
 def _fill_sessions(forward: ScratchForward, prompts: Prompts) -> None:
-    forward.deliver([session for _, session in prompts], [n for n, _ in prompts], inference=False)
+    named("copy-out", forward.deliver)([session for _, session in prompts], [n for n, _ in prompts], inference=False)
 
 
 class _SharedScratch:

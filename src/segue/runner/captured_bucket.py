@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from segue import _torch
+from segue._torch import PROFILER
 from segue.capture import BreakableCapture, active_forward
+from segue.capture.named_ranges import named
 from segue.capture.thread_state import state
 from segue.devices import Pool
 from segue.errors import UsageError
@@ -39,6 +41,7 @@ class CapturedBucket:
     ) -> None:
         self.stage, self.program, self.layout, self.strategy = stage, program, layout, strategy
         self._pool, self._lock, self._lease = pool, lock, lease
+        self._staging = f"staging, bucket {stage.tokens}"
         self._turn, self._fill, self._replay = pool.turn, stage.fill, program.replay
         self._count = counters.replays_of(strategy, stage.tokens)
         self._writes, self._shared, self._apart = bool(stage.written), shared, bool(shared)
@@ -63,7 +66,10 @@ class CapturedBucket:
             self._shared.check(call.tensors)
         tokens, requests, count = call.tokens, call.requests, self._count
         with self._lock, self._turn():
-            self._fill(call.tensors, tokens, requests, call.foreign)
+            if PROFILER._is_profiler_enabled:
+                named(self._staging, self._fill)(call.tensors, tokens, requests, call.foreign)
+            else:
+                self._fill(call.tensors, tokens, requests, call.foreign)
             guard = None if _in_inference() else _torch.inference_guard(True)
             try:
                 if call.ctx is None:
@@ -81,6 +87,8 @@ class CapturedBucket:
             count.tokens += tokens
             if self._lease:
                 return Lease(self.layout.lend(tokens, requests), self._pool, lambda: self.closed)
+            if PROFILER._is_profiler_enabled:
+                return named("outputs", self.layout.give)(tokens, requests)
             return self.layout.give(tokens, requests)
 
     def close(self) -> None:
