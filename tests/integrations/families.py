@@ -270,8 +270,9 @@ def _encoders() -> Iterator[Family]:
     yield from _all("encoder", "bert", "roberta", "xlm-roberta", "electra", "albert", "distilbert", "modernbert", "eurobert")
     yield from _all("encoder", "mpnet", "camembert", "nomic_bert", "esm", "deberta-v2", "roformer", "ernie", "convbert")
     image = {"image_size": 28, "patch_size": 14}
-    for name in ("vit", "deit", "dinov2", "siglip_vision_model", "beit", "ijepa"):
+    for name in ("vit", "deit", "dinov2", "beit", "ijepa"):
         yield Family(name, "image encoder", own=image)
+    yield Family("siglip_vision_model", "image encoder", False, image)  # its pooling layer attends by torch's own module
     for name in ("wav2vec2", "hubert", "wavlm"):
         yield Family(name, "speech encoder", own=_SPEECH)
 
