@@ -118,12 +118,15 @@ class Family:
 
     image_tokens = 4  # of one image, in the families whose prompts have one
 
-    def make(self, **changes: Any) -> Any:
-        """The model in fp32, eval mode.
+    @property
+    def known(self) -> bool:
+        """Whether this release of transformers has the family."""
+        from transformers import CONFIG_MAPPING
 
-        Raises:
-            KeyError: this release of transformers doesn't know the family.
-        """
+        return self.name in CONFIG_MAPPING
+
+    def make(self, **changes: Any) -> Any:
+        """The model in fp32, eval mode."""
         import transformers
 
         config = _config(self.name, {**self.own, **changes}, self.vision)
@@ -304,7 +307,7 @@ def _image_and_text() -> Iterator[Family]:
 
 
 def _seeing(
-    name: str, own: dict[str, Any], image: dict[str, tuple[int, ...]], numbers: Mapping[str, list[int]] | None = None
+    name: str, own: Mapping[str, Any], image: Mapping[str, tuple[int, ...]], numbers: Mapping[str, list[int]] | None = None
 ) -> Iterator[Family]:
     """The same model with prompts of text, and with an image in them."""
     yield Family(name, "image and text", own=own)
