@@ -34,7 +34,7 @@ def test_every_requirement_is_pinned_for_development() -> None:
     assert all("==" in line for line in lines)
 
 
-@pytest.mark.parametrize("target", ["demo", "test"])
+@pytest.mark.parametrize("target", ["demo", "test", "families"])
 def test_make_does_all_set_up_first(target: str) -> None:
     if shutil.which("make") is None:
         pytest.skip("no make")

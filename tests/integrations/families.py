@@ -118,12 +118,15 @@ class Family:
 
     image_tokens = 4  # of one image, in the families whose prompts have one
 
-    def make(self, **changes: Any) -> Any:
-        """The model in fp32, eval mode.
+    @property
+    def known(self) -> bool:
+        """Whether this release of transformers has the family."""
+        from transformers import CONFIG_MAPPING
 
-        Raises:
-            KeyError: this release of transformers doesn't know the family.
-        """
+        return self.name in CONFIG_MAPPING
+
+    def make(self, **changes: Any) -> Any:
+        """The model in fp32, eval mode."""
         import transformers
 
         config = _config(self.name, {**self.own, **changes}, self.vision)
@@ -270,8 +273,9 @@ def _encoders() -> Iterator[Family]:
     yield from _all("encoder", "bert", "roberta", "xlm-roberta", "electra", "albert", "distilbert", "modernbert", "eurobert")
     yield from _all("encoder", "mpnet", "camembert", "nomic_bert", "esm", "deberta-v2", "roformer", "ernie", "convbert")
     image = {"image_size": 28, "patch_size": 14}
-    for name in ("vit", "deit", "dinov2", "siglip_vision_model", "beit", "ijepa"):
+    for name in ("vit", "deit", "dinov2", "beit", "ijepa"):
         yield Family(name, "image encoder", own=image)
+    yield Family("siglip_vision_model", "image encoder", False, image)  # its pooling layer attends by torch's own module
     for name in ("wav2vec2", "hubert", "wavlm"):
         yield Family(name, "speech encoder", own=_SPEECH)
 
@@ -303,7 +307,7 @@ def _image_and_text() -> Iterator[Family]:
 
 
 def _seeing(
-    name: str, own: dict[str, Any], image: dict[str, tuple[int, ...]], numbers: Mapping[str, list[int]] | None = None
+    name: str, own: Mapping[str, Any], image: Mapping[str, tuple[int, ...]], numbers: Mapping[str, list[int]] | None = None
 ) -> Iterator[Family]:
     """The same model with prompts of text, and with an image in them."""
     yield Family(name, "image and text", own=own)

@@ -45,76 +45,93 @@ class Mismatch(Exception):
 
 def check(family: Family) -> dict[str, Cell]:
     """All columns of one family on the emulator. A column that makes no sense for it has no cell."""
-    model = family.make()
-    flows = flows_of(family)
     with torch.no_grad():
-        wanted = {column: _attempt(flow, model) for column, flow in flows.items()}
-        wanted = {column: want for column, want in wanted.items() if isinstance(want, dict)}
-        cells = {column: Cell("n/a", note="the untouched model can't") for column in flows if column not in wanted}
-        cells |= _accelerated(family, model, flows, wanted)
-        if "compile" not in cells and cells["mechanism"].ok:
-            cells["compile"] = _compiled(family, model, flows, wanted)
-    return cells
+        return _Checks(family).cells()
 
 
-def _attempt(flow: Flow, model: Any) -> Seen | Exception:
-    try:
-        return flow(model)
-    except Exception as e:
-        return e
+class _Checks:
+    """One model of a family, what it gives untouched, and what its handle gives then."""
+
+    def __init__(self, family: Family) -> None:
+        self.family, self.flows = family, flows_of(family)
+        self.model = family.make()
+        self._new = Kept(self.model)
+        self.wanted: dict[str, Seen] = {}
+        self._cannot: dict[str, Cell] = {}
+        for column, flow in self.flows.items():
+            self._new.put_back()
+            try:
+                self.wanted[column] = flow(self.model)
+            except Exception as e:  # whatever keeps this family from it
+                self._cannot[column] = Cell("n/a", note=f"the untouched model raises {_said(e)}")
+
+    def cells(self) -> dict[str, Cell]:
+        cells = self._accelerated()
+        if cells["mechanism"].ok:
+            cells["compile"] = self._compiled()
+        return cells | self._cannot
+
+    def _accelerated(self) -> dict[str, Cell]:
+        handle = self._handle()
+        if isinstance(handle, Cell):
+            return {"mechanism": handle}
+        with handle:
+            cells = {"mechanism": Cell("; ".join(handle.boundaries) or "nothing live")}
+            for column in self.wanted:
+                with handle.without_prime() if column in _BREAKABLE else nullcontext():
+                    cells[column] = self._measure(column, column, handle)
+            if "prime" in cells and cells["prime"].ok and not handle.stats.strategies.get("prime"):
+                cells["prime"] = Cell("no", note=handle.strategies.get("prime") or "no fresh prompt was served so")
+        return cells
+
+    def _compiled(self) -> Cell:
+        handle = self._handle(compile=True)
+        if isinstance(handle, Cell):
+            return handle
+        with handle:
+            return max((self._measure("compile", flow, handle) for flow in _COMPILED if flow in self.wanted), key=_badness)
+
+    def _handle(self, compile: bool = False) -> Any:
+        """The accelerated model, or a cell that says why there is none."""
+        self._new.put_back()
+        buckets = BUCKETS[1:] if compile else BUCKETS
+        try:
+            return segue.accelerate(self.model, buckets=buckets, device="emulator", compile=compile)
+        except segue.SegueError as e:
+            return Cell("refused", compile, str(e))
+        except Exception as e:
+            return Cell.fault("WRONG: accelerate raised", _said(e))
+
+    def _measure(self, column: str, flow: str, handle: Any) -> Cell:
+        exact = self.family.dense and column not in _TO_ROUNDING
+        runs = self.flows[flow], handle, self.wanted[flow], self._new
+        return measure(*runs, tolerance=0.0 if exact else _TOLERANCE, at_least=_RUNS if column == "prime" else 1)
 
 
-def _accelerated(family: Family, model: Any, flows: dict[str, Flow], wanted: dict[str, Seen]) -> dict[str, Cell]:
-    try:
-        handle = segue.accelerate(model, buckets=BUCKETS, device="emulator")
-    except segue.SegueError as e:
-        return {"mechanism": Cell.fault("refused", str(e))}
-    except Exception as e:
-        return {"mechanism": Cell.fault("WRONG: accelerate raised", _said(e))}
-    with handle:
-        cells = {"mechanism": Cell(_mechanism(handle))}
-        for column in (column for column in COLUMNS if column in wanted and column != "prime"):
-            with handle.without_prime() if column in _BREAKABLE else nullcontext():
-                cells[column] = measure(family, column, flows[column], handle, wanted[column])
-        if "prime" in wanted:
-            cells["prime"] = _prime(family, flows["prime"], handle, wanted["prime"])
-    return cells
+class Kept:
+    """What the modules of a new model keep beside parameters and buffers. Some keep something of a call for the next one."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._tables = [
+            (vars(module), {name: value for name, value in vars(module).items() if value is None or isinstance(value, Tensor)})
+            for module in model.modules()
+        ]
+
+    def put_back(self) -> None:
+        """Let the model be as it was when it was new."""
+        for table, new in self._tables:
+            table.update(new)
 
 
-def _compiled(family: Family, model: Any, flows: dict[str, Flow], wanted: dict[str, Seen]) -> Cell:
-    try:
-        handle = segue.accelerate(model, buckets=BUCKETS[1:], device="emulator", compile=True)
-    except segue.SegueError as e:
-        return Cell("refused", note=str(e))
-    except Exception as e:
-        return Cell.fault("WRONG: accelerate raised", _said(e))
-    with handle:
-        measured = [measure(family, "compile", flows[name], handle, wanted[name]) for name in _COMPILED if name in wanted]
-    return max(measured, key=_badness)
+def measure(flow: Flow, handle: Any, want: Seen, new: Kept, tolerance: float, at_least: int = 1) -> Cell:
+    """Run a flow until it only replays. It must return what is wanted each time.
 
-
-def _badness(cell: Cell) -> tuple[bool, bool, float]:
-    """Orders cells from good to bad."""
-    try:
-        return not cell.ok, False, 0.0 if cell.text == "=" else float(cell.text)
-    except ValueError:
-        return not cell.ok, True, 0.0
-
-
-def _prime(family: Family, flow: Flow, handle: Any, want: Seen) -> Cell:
-    before = handle.stats.strategies.get("prime", 0)
-    cell = measure(family, "prime", flow, handle, want)
-    if handle.stats.strategies.get("prime", 0) == before:
-        why = handle.strategies.get("prime") or "no fresh prompt was served so"
-        return Cell("no", note=why) if cell.ok else cell
-    return cell
-
-
-def measure(family: Family, column: str, flow: Flow, handle: Any, want: Seen) -> Cell:
-    """Run a flow until its buckets are captured; the last run must replay, and each must return what is wanted."""
+    ``new``: puts the model back before each run. ``at_least``: so many runs, where no count of captures tells when all is done.
+    """
     worst, before, after = 0.0, handle.stats, handle.stats
-    for _ in range(_RUNS):
+    for run in range(_RUNS):
         before = handle.stats
+        new.put_back()
         try:
             got = flow(handle)
         except Exception as e:
@@ -124,18 +141,25 @@ def measure(family: Family, column: str, flow: Flow, handle: Any, want: Seen) ->
             worst = max(worst, difference(got, want))
         except Mismatch as e:
             return Cell.fault(f"WRONG: {e}", str(e))
-        if column != "prime" and (after.warmed, after.captured) == (before.warmed, before.captured):
+        if run + 1 >= at_least and (after.warmed, after.captured) == (before.warmed, before.captured):
             break
     eager = after.eager - before.eager
     if eager:
         return Cell.fault(f"untouched: {_reasons(before, after)}", f"{eager} untouched forwards: {_reasons(before, after)}")
     if after.replayed == before.replayed:
         return Cell.fault("not replayed", f"warmed {after.warmed}, captured {after.captured}, replayed {after.replayed}")
-    exact = family.dense and column not in _TO_ROUNDING
     text = "=" if worst == 0 else f"{worst:.0e}".replace("e-0", "e-")
-    if worst > (0.0 if exact else _TOLERANCE):
-        return Cell.fault(text if worst <= _TOLERANCE else f"WRONG: {text}", "not bit-equal" if exact else "differs")
-    return Cell(text)
+    if worst > _TOLERANCE:
+        return Cell.fault(f"WRONG: {text}", "differs")
+    return Cell(text) if worst <= tolerance else Cell.fault(text, "not bit-equal")
+
+
+def _badness(cell: Cell) -> tuple[bool, bool, float]:
+    """Orders cells from good to bad."""
+    try:
+        return not cell.ok, False, 0.0 if cell.text == "=" else float(cell.text)
+    except ValueError:
+        return not cell.ok, True, 0.0
 
 
 def difference(got: Seen, want: Seen) -> float:
@@ -170,11 +194,6 @@ def _some(names: Iterable[str]) -> str:
 def _reasons(before: Stats, after: Stats) -> str:
     counts = {reason: n - before.reasons.get(reason, 0) for reason, n in after.reasons.items()}
     return "; ".join(reason for reason, n in counts.items() if n) or "no reason given"
-
-
-def _mechanism(handle: Any) -> str:
-    """What runs live, outside the graphs."""
-    return "; ".join(handle.boundaries) or "nothing live"
 
 
 def _said(error: BaseException) -> str:

@@ -266,18 +266,19 @@ class _Encoder:
 
 
 class _ImageEncoder(_Encoder):
-    """One image and several."""
+    """One image and several. A bucket counts images."""
 
-    def lengths(self, model: Any, lengths: tuple[int, ...]) -> Seen:
-        return _tensors(model(pixel_values=self.family.pixels(1)))
+    def prefill(self, model: Any) -> Seen:
+        return self.images(model, 1)
+
+    def padded(self, model: Any) -> Seen:
+        return self.images(model, 3)
 
     def batch(self, model: Any) -> Seen:
-        return _named("2 images", _tensors(model(pixel_values=self.family.pixels(2)))) | _named(
-            "3 images", _tensors(model(pixel_values=self.family.pixels(3)))
-        )
+        return self.images(model, 2) | self.images(model, 4)
 
-    def all(self) -> dict[str, Flow]:
-        return {column: flow for column, flow in super().all().items() if column != "padded"}
+    def images(self, model: Any, batch: int) -> Seen:
+        return _named(f"{batch} images", _tensors(model(pixel_values=self.family.pixels(batch))))
 
 
 class _SpeechEncoder(_Encoder):
@@ -295,7 +296,7 @@ class _SpeechEncoder(_Encoder):
         return _tensors(model(input_values=self.wave(3, 16) * mask, attention_mask=mask))
 
     def samples(self, frames: int) -> int:
-        return 10 * frames + 25
+        return 10 * frames + 15
 
     def wave(self, batch: int, frames: int) -> Tensor:
         draw = torch.Generator().manual_seed(frames)
