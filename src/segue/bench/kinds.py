@@ -119,8 +119,8 @@ def measure(
     right = all(row.get("replay = reference") in (None, SAME) for row in (*rows, *steps))
     notes = (
         f"{(sizes or KindSizes()).layers} layers, random weights, {str(dtype).removeprefix('torch.')}. Medians of {times}, all "
-        "ways in turns. *boundaries*: what runs live between the graphs. *replay = reference*: logits of segue's replays against the "
-        "same function without graphs. *largest difference to eager*: of the logits.",
+        "ways in turns. *boundaries*: what runs live between the graphs. *replay = reference*: logits of segue's replays against "
+        "the same function without graphs. *largest difference to eager*: of the logits.",
     )
     return Kinds(rows=rows, steps=steps, right=right, notes=notes)
 

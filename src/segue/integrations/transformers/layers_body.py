@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from segue.capture.places import Places
 from segue.integrations.transformers.attention import AttentionName
-from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.decoder_forward import Body
 from segue.integrations.transformers.decoder_parts import DecoderParts
 from segue.integrations.transformers.layer_calls import LayerArguments, first_of, from_rows, to_rows
@@ -31,10 +29,9 @@ class LayersBody(Body):
         implementation: AttentionName,
         arguments: LayerArguments,
         breaks: ModuleBreaks,
-        layers: CompiledLayers | None = None,
     ) -> None:
         self._parts, self._arguments = parts, arguments
-        super().__init__(parts.decoder, forward, implementation, breaks, layers)
+        super().__init__(parts.decoder, forward, implementation, breaks)
 
     def look(self) -> None:
         """Take what the layers' code decides by now for what is captured. Modules that run live are looked at by nobody."""
@@ -45,8 +42,7 @@ class LayersBody(Body):
 
     def __call__(self, x: Tensor, rows: Sequence[Tensor] = ()) -> Tensor:  # type: ignore[override]
         hidden = from_rows(x, self._arguments.axis)
-        compiled = nullcontext() if self._layers is None else self._layers.active()
-        with self._implementation.segue(), self._breaks.active(), compiled:
+        with self._implementation.segue(), self._breaks.active():
             for at, layer in enumerate(self._parts.layers):
                 hidden = first_of(layer(hidden, **self._arguments.given(at, rows)))
         return to_rows(hidden, self._arguments.axis, 1, x.shape[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,8 @@ from segue.integrations.transformers.layers_body import LayersBody, pad_of
 from segue.integrations.transformers.module_breaks import MixerBreak, Recorder
 from segue.integrations.transformers.probe import PROMPT, encoder_states, prompt
 from segue.runner import Decision, Input
+
+log = logging.getLogger("segue")
 
 
 class _Seen(Exception):
@@ -98,6 +101,10 @@ class AcceleratedLayers(Accelerated):
     """
 
     def _find_out(self) -> None:
+        if self._compiled is not None:
+            self._compiled = None
+            self._why_not["compiled layers"] = "its forward runs live around its layers, whose breaks take the time"
+            log.warning("segue: %s runs unfused: %s", type(self._model).__name__, self._why_not["compiled layers"])
         self._reader = LayersCallReader(self._decoder.config, self._forward)  # type: ignore[assignment]
         self._names = ArgumentNames(self._decoder)
         layers, mixers = list(self._parts.layers), {mixer.module: mixer for mixer in self._parts.mixers}
@@ -120,7 +127,7 @@ class AcceleratedLayers(Accelerated):
             breaks = [MixerBreak(mixer, layers[mixer.layer], recorded, *PROMPT) for mixer in mixers.values()]
             self._breaks.put(breaks)
             self._body = LayersBody(
-                self._parts, self._forward, self._implementation, self._arguments, self._breaks, self._compiled
+                self._parts, self._forward, self._implementation, self._arguments, self._breaks
             )
             self._probe()
         except NotSeen as e:
