@@ -34,17 +34,18 @@ def accelerate(
 ) -> Handle:
     """Run a transformers model's decoder out of captured graphs, in place: the same tokens, sooner.
 
-    The embedding and the head stay the model's own, outside the graphs; attention and the KV cache run live, in the
-    breaks between them, with the model's own attention function, masks and cache. What can't be served that way runs
-    the untouched forward and is counted, with the reason, in the handle's ``stats``.
+    The embedding and the head stay the model's own, outside the graphs; attention and the KV cache, or the whole modules that
+    mix tokens, run live, in the breaks between them, by the model's own code. What can't be served that way runs the untouched
+    forward and is counted, with the reason, in the handle's ``stats``.
 
     A model without a decoder or cache, such as BERT, runs its whole forward, masks included, as one graph for each padded length
     and number of rows. ``max_tokens`` is then that of one graph: larger batches run in pieces, and longer rows untouched.
     ``buckets`` are the padded lengths of a row. So it is for the model inside a ``SentenceTransformer`` or ``CrossEncoder``.
 
     Args:
-        model: a ``PreTrainedModel`` of a supported family (llama, mistral, qwen2, qwen3), in eval mode, on one device; or a
-            module that holds one, as a ``PeftModel`` does. Handles, and what ``torch.compile`` returns, are looked through.
+        model: a ``PreTrainedModel`` with a decoder, or an encoder, in eval mode, on one device; or a module that holds one, as a
+            ``PeftModel`` does. Handles, and what ``torch.compile`` returns, are looked through. What serves it is found out, and
+            compared with the untouched model in short conversations.
         max_tokens: the most tokens of *one forward* (batch times padded length), not of the text generated. Longer
             forwards run untouched.
         strategy: ``"auto"``: single fresh prompts as prime graphs where the model allows it, everything else breakable;
@@ -52,8 +53,8 @@ def accelerate(
             ``"breakable"``: no prime graphs.
         compile: whether the decoder's layers and final norm are compiled, once for all lengths, before they are captured. Fused
             kernels round differently, so in bfloat16 long greedy texts may part from the untouched model's; replays equal
-            ``handle.reference()``, which runs the compiled layers, bit for bit. The untouched model is never compiled. On the
-            emulator compiled code runs as its Python.
+            ``handle.reference()``, which runs the compiled layers, bit for bit. The untouched model is never compiled.
+            Where layers run inside a live forward, they run unfused. On the emulator compiled code runs as its Python.
         buckets: the padded token counts that get graphs, as a list or a :class:`~segue.Ladder`. They take the place of
             ``max_tokens``. None: 1, 2, 4 and 8, for decode, and from 16 on four for each doubling, up to ``max_tokens``;
             with ``compile`` from 2 on.
@@ -69,8 +70,8 @@ def accelerate(
         captured: the handle counts forwards, and stays off.
 
     Raises:
-        SegueError: transformers is missing, or the model can't be served and why: its family, its mode, its devices, an
-            attention that never reaches the break, a result that differs from the untouched model's.
+        SegueError: transformers is missing, or the model can't be served and why: its mode, its devices, tokens that meet where
+            no break is, a result that differs from the untouched model's.
     """
     if environment.disabled():
         return model if isinstance(model, Handle) else DisabledHandle(model)
