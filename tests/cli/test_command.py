@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from segue import environment
-from segue.cli import app, demo, main
+from segue.cli import app, bench, demo, main
 from segue.cli.output import whole_file
 from segue.errors import UsageError
 
 run = CliRunner().invoke
-_BENCHES = ("ttft", "breaks", "runner", "memory", "prime", "growth")
 
 
 def on_stdout(*arguments: str) -> Any:
@@ -96,10 +96,14 @@ def test_a_verdict_names_the_first_token_that_differs() -> None:
     assert demo.verdict(want, want[:, :3], 1) == "differs: sequence 0, token 2: nothing instead of 3"
 
 
-_COMMANDS = ["", "demo", "env", "check", "plan", "inspect", "trace", "bench", *(f"bench {name}" for name in _BENCHES)]
+def _commands(of: Any) -> list[str]:
+    return list(typer.main.get_command(of).commands)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("command", [command.split() for command in _COMMANDS])
+_COMMANDS = [[], *([name] for name in _commands(app)), *(["bench", name] for name in _commands(bench.app))]
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
 def test_every_help_has_examples_that_begin_with_the_command(command: list[str]) -> None:
     short, long = run(app, [*command, "-h"]), run(app, [*command, "--help"])
     assert short.exit_code == 0 and short.stdout == long.stdout

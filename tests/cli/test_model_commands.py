@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 from pathlib import Path
@@ -176,22 +175,18 @@ def test_segue_off_leaves_no_model_to_work_on(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_encoder_is_compared_at_lengths_and_with_padding_on_both_sides(accelerable: ModuleType) -> None:
-    cases = cases_of(_Handle(accelerable.encoder()))
-    assert [case.name for case in cases][-2:] == ["batch, padded right", "batch, padded left"]
-    lengths = [case.run(accelerable.encoder()).outputs["last_hidden_state"].shape[1] for case in cases[:-2]]
-    assert lengths == [1, 5, 9, 16]
-    padded = cases[-1].run(accelerable.encoder()).outputs["last_hidden_state"]
-    assert padded.dim() == 2 and len(padded) < 3 * 4  # real tokens alone
+    out = on_stdout("check", "accelerable:encoder", "--max-tokens", "16")
+    names = [*(f"{n} token{'s' if n > 1 else ''}" for n in (1, 5, 9, 16)), "batch, padded right", "batch, padded left"]
+    assert [row["case"] for row in out["rows"]] == names
+    assert all(row["verdict"] in ("equal", "equal to rounding") and "eager" not in row["last round"] for row in out["rows"])
+    with segue.accelerate(accelerable.encoder(), max_tokens=16, device=accelerable.EMULATOR) as handle:
+        padded = cases_of(handle)[-1].run(handle).outputs["last_hidden_state"]
+    assert padded.dim() == 2 and len(padded) < 3 * 4, "padded tokens are compared too"
 
 
-class _Handle:
-    """As much of a handle as the cases ask for, of a model that isn't accelerated."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def untouched(self) -> Any:
-        return contextlib.nullcontext(self.model)
-
-    def graphs_of(self, tokens: int) -> tuple[int | None, int, int]:
-        return (16 if tokens <= 16 else None), 0, 0
+def test_an_encoder_is_taken_apart_and_planned_for_without_decoding(tmp_path: Path) -> None:
+    out = on_stdout("inspect", "accelerable:encoder", "--max-tokens", "16")
+    assert {row["segments"] for row in out["rows"]} == {1} and "the whole forward is one graph" in out["notes"][0]
+    (tmp_path / "lengths.txt").write_text("9 10 20 21 22")
+    out = on_stdout("plan", str(tmp_path / "lengths.txt"), "-k", "2", "--model", "accelerable:encoder")
+    assert [row["buckets"] for row in out["rows"]] == ["10, 22"] and len(out["notes"]) == 1
