@@ -133,7 +133,7 @@ def test_a_call_that_gives_the_layers_something_else_runs_untouched(device: Devi
 
 
 def test_early_exit_runs_untouched(device: Device, graphed: Make) -> None:
-    model = _model("qwen3_next", device)
+    model = _model("deepseek_v3", device)
     ids = torch.arange(2, 9, device=device.torch_device)[None]
     handle = graphed(model, max_tokens=16)
     with torch.inference_mode():
