@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segue import _torch, _torch_modes
-from segue.capture import BreakableCapture
 from segue.capture.isolation import collected_once
 from segue.capture.modes import CallerModes, modes_now
 from segue.capture.thread_state import active_forward, reference_frame
-from segue.errors import CaptureError, StateChangedError, UsageError
+from segue.errors import StateChangedError, UsageError
 from segue.integrations.transformers import checks, names, prime_admission, reasons
 from segue.integrations.transformers.argument_names import ArgumentNames
 from segue.integrations.transformers.attention import NAME, AttentionName, LiveContext, attention_forward
@@ -27,7 +26,7 @@ from segue.integrations.transformers.decoder_forward import Body, ForwardPatch, 
 from segue.integrations.transformers.decoder_parts import DecoderParts
 from segue.integrations.transformers.default_buckets import buckets_or_default
 from segue.integrations.transformers.layer_calls import NotSeen
-from segue.integrations.transformers.module_breaks import ModuleBreaks, Recorder, TokenBreak, culprit
+from segue.integrations.transformers.module_breaks import ModuleBreaks
 from segue.integrations.transformers.prime_first_token import (
     FirstTokenGraphs,
     ModelAround,
@@ -38,8 +37,8 @@ from segue.integrations.transformers.prime_first_token import (
     is_plain_head,
 )
 from segue.integrations.transformers.prime_trunk import not_causal
-from segue.integrations.transformers.probe import PROMPT, difference, jittered, prompt
-from segue.integrations.transformers.serving_handle import RunsUntouched, ServingHandle
+from segue.integrations.transformers.proven_handle import ProvenHandle
+from segue.integrations.transformers.serving_handle import RunsUntouched
 from segue.integrations.transformers.training_modes import TrainingModes
 from segue.integrations.transformers.weights import Weights
 from segue.prime.prime_strategy import PrimeStrategy
@@ -52,10 +51,8 @@ if TYPE_CHECKING:
     from segue.devices import Device
     from segue.runner import Stats
 
-_TRIAL = 3  # tokens of the trial capture
 
-
-class Accelerated(ServingHandle):
+class Accelerated(ProvenHandle):
     """The handle of a model whose decoder is captured. :func:`segue.accelerate` says what its arguments are.
 
     A call of the decoder goes to :meth:`_serve_alone`, which reads it, asks the runner for a bucket, and runs the untouched
@@ -484,80 +481,6 @@ class Accelerated(ServingHandle):
         """The inputs of the body."""
         return {"x": Input(token_dim=0, pad=0.0), "position_ids": Input(token_dim=0, pad=0)}
 
-    def _probe(self) -> None:
-        """Run short conversations with and without segue's body, no graphs.
-
-        Raises:
-            UsageError: attention missed the break, or the results differ.
-        """
-        expected = self._expected_reach()
-
-        def untouched(given: dict[str, Any]) -> Any:
-            out = self._forward(**given)
-            self._output = type(out)
-            return out
-
-        def ours(given: dict[str, Any]) -> Any:
-            reached: list[int] = []
-            call = self._reader.read((), given)
-            if isinstance(call, str):
-                raise UsageError(f"its forward can't be read for a probe: {call}")
-            out = self._graphed(call, self._plain, None, reached)
-            if sorted(reached) != expected:
-                raise UsageError(
-                    f"attention of {self._layers} layers reached segue's break {len(reached)} times (layers "
-                    f"{sorted(set(reached))}): a layer that computes attention by itself would be frozen into the graph"
-                )
-            return out
-
-        with torch.no_grad(), jittered(self._decoder):
-            where = difference(self._forward, self._decoder, untouched, ours)
-        if where is not None:
-            raise UsageError(where)
-
-    def _expected_reach(self) -> list[int]:
-        """The layers of all breaks that a forward meets, in order."""
-        return list(range(self._layers))
-
-    def _break_what_no_graph_holds(self) -> None:
-        """Let modules run live that can't be captured, one after the other, until a trial capture goes through.
-
-        Raises:
-            UsageError: it doesn't, and no module is to blame for it.
-        """
-        found: list[TokenBreak] = []
-        while (error := self._trial_capture()) is not None:
-            module = culprit(error, self._parts)
-            if module is None or len(found) > self._layers or module in self._breaks.modules:
-                raise UsageError(str(error)) from error
-            kept = list(self._breaks)
-            alike = [m for m in self._decoder.modules() if type(m) is type(module)]
-            found = self._token_breaks(alike)
-            self._breaks.put([*kept, *found])
-            self._body.look()
-        if found:
-            self._probe()
-
-    def _token_breaks(self, modules: Sequence[Any]) -> list[TokenBreak]:
-        recorded, (batch, length) = Recorder(modules), PROMPT
-        with torch.no_grad(), recorded.listening():
-            self._forward(**prompt(self._decoder))
-        return [
-            TokenBreak(m, recorded.arguments[m], recorded.results[m], batch, length) for m in modules if m in recorded.results
-        ]
-
-    def _trial_capture(self) -> CaptureError | None:
-        """Capture the body once, of few tokens. Returns why that failed."""
-        inputs, ctx = self._example(_TRIAL)
-        trial = BreakableCapture(device=self._asked_device, name="a trial")
-        try:
-            with torch.inference_mode(), active_forward(ctx), trial:
-                self._body(*inputs)
-        except CaptureError as e:
-            return e
-        trial.close()
-        return None
-
     def _example(self, tokens: int) -> tuple[tuple[Any, ...], LiveContext]:
         """Inputs of the body for one sequence of ``tokens``, and the live context of that forward."""
         ids = torch.zeros(1, tokens, dtype=torch.long, device=self._device)
@@ -565,9 +488,6 @@ class Accelerated(ServingHandle):
             x = self._decoder.get_input_embeddings()(ids)[0]
             return (x, ids[0]), self._capture_context(tokens)
 
-    def _plain(self, *inputs: Any, ctx: LiveContext) -> Tensor:
-        with active_forward(ctx):
-            return self._body(*inputs)
 
 
 class _CountingBreakable(Breakable):

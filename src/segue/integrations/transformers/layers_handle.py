@@ -105,7 +105,7 @@ class AcceleratedLayers(Accelerated):
             self._compiled = None
             self._why_not["compiled layers"] = "its forward runs live around its layers, whose breaks take the time"
             log.warning("segue: %s runs unfused: %s", type(self._model).__name__, self._why_not["compiled layers"])
-        self._reader = LayersCallReader(self._decoder.config, self._forward)  # type: ignore[assignment]
+        self._reader = LayersCallReader(self._decoder.config, self._forward)
         self._names = ArgumentNames(self._decoder)
         layers, mixers = list(self._parts.layers), {mixer.module: mixer for mixer in self._parts.mixers}
         if len(mixers) != len(self._parts.mixers):

@@ -1,0 +1,124 @@
+"""How a handle proves that it runs a decoder right, and finds out what no graph can hold."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue.capture import BreakableCapture
+from segue.capture.thread_state import active_forward
+from segue.errors import CaptureError, UsageError
+from segue.integrations.transformers.attention import LiveContext
+from segue.integrations.transformers.decoder_forward import Body
+from segue.integrations.transformers.decoder_parts import DecoderParts
+from segue.integrations.transformers.layer_calls import NotSeen
+from segue.integrations.transformers.module_breaks import ModuleBreaks, Recorder, TokenBreak, culprit
+from segue.integrations.transformers.probe import PROMPT, difference, jittered, prompt
+from segue.integrations.transformers.serving_handle import ServingHandle
+
+_TRIAL = 3  # tokens of the trial capture
+
+
+class ProvenHandle(ServingHandle):
+    """A handle of a decoder that has compared its body with the untouched decoder, before it serves a call."""
+
+    _decoder: Any
+    _parts: DecoderParts
+    _layers: int
+    _reader: Any  # of calls of the decoder
+    _body: Body
+    _breaks: ModuleBreaks
+    _asked_device: Any
+    _output: Any  # the decoder's output type, seen in the probe
+
+    @abstractmethod
+    def _example(self, tokens: int) -> tuple[tuple[Any, ...], LiveContext]:
+        """Inputs of the body for one sequence of ``tokens``, and the live context of that forward."""
+
+    @abstractmethod
+    def _graphed(self, call: Any, run: Callable[..., Tensor] | None, decision: Any, reached: list[int] | None = None) -> Any:
+        """One forward of the decoder with ``run`` in the place of its body. ``reached`` collects the layers of the breaks."""
+
+    def _probe(self) -> None:
+        """Run short conversations with and without segue's body, no graphs.
+
+        Raises:
+            UsageError: attention missed the break, or the results differ.
+        """
+        expected = self._expected_reach()
+
+        def untouched(given: dict[str, Any]) -> Any:
+            out = self._forward(**given)
+            self._output = type(out)
+            return out
+
+        def ours(given: dict[str, Any]) -> Any:
+            reached: list[int] = []
+            call = self._reader.read((), given)
+            if isinstance(call, str):
+                raise UsageError(f"its forward can't be read for a probe: {call}")
+            out = self._graphed(call, self._plain, None, reached)
+            if sorted(reached) != expected:
+                raise UsageError(
+                    f"attention of {self._layers} layers reached segue's break {len(reached)} times (layers "
+                    f"{sorted(set(reached))}): a layer that computes attention by itself would be frozen into the graph"
+                )
+            return out
+
+        with torch.no_grad(), jittered(self._decoder):
+            where = difference(self._forward, self._decoder, untouched, ours)
+        if where is not None:
+            raise UsageError(where)
+
+    def _expected_reach(self) -> list[int]:
+        """The layers of all breaks that a forward meets, in order."""
+        return list(range(self._layers))
+
+    def _break_what_no_graph_holds(self) -> None:
+        """Let modules run live that can't be captured, one after the other, until a trial capture goes through.
+
+        Raises:
+            UsageError: it doesn't, and no module is to blame for it.
+        """
+        found: list[TokenBreak] = []
+        while (error := self._trial_capture()) is not None:
+            module = culprit(error, self._parts)
+            alike = [m for m in self._decoder.modules() if module is not None and type(m) is type(module)]
+            try:
+                found = [] if module in self._breaks.modules else self._token_breaks(alike)
+            except NotSeen as e:
+                raise UsageError(f"{error} And no break can be made of it: {e}") from error
+            if not found:
+                raise UsageError(str(error)) from error
+            self._breaks.put([*self._breaks, *found])
+            self._body.look()
+        if found:
+            self._probe()
+
+    def _token_breaks(self, modules: Sequence[Any]) -> list[TokenBreak]:
+        recorded, (batch, length) = Recorder(modules), PROMPT
+        with torch.no_grad(), recorded.listening():
+            self._forward(**prompt(self._decoder))
+        return [
+            TokenBreak(m, recorded.arguments[m], recorded.results[m], batch, length) for m in modules if m in recorded.results
+        ]
+
+    def _trial_capture(self) -> CaptureError | None:
+        """Capture the body once, of few tokens. Returns why that failed."""
+        inputs, ctx = self._example(_TRIAL)
+        trial = BreakableCapture(device=self._asked_device, name="a trial")
+        try:
+            with torch.inference_mode(), active_forward(ctx), trial:
+                self._body(*inputs)
+        except CaptureError as e:
+            return e
+        trial.close()
+        return None
+
+    def _plain(self, *inputs: Any, ctx: LiveContext) -> Tensor:
+        with active_forward(ctx):
+            return self._body(*inputs)
