@@ -18,23 +18,18 @@ from segue.runner.reasons import Reason, remedy_of
 
 Make = Callable[..., Any]
 
-MADE: dict[str, Reason] = {
-    "training": of_models.training("LlamaModel"),
-    "moved": of_models.moved("LlamaModel", "torch.float16", "torch.float32"),
-    "other_memory": of_models.other_memory("layers.0.mlp.up_proj.weight"),
-    "requested_output": of_models.requested_output("output_attentions"),
-    "unknown_argument": of_models.unknown_argument("is_causal"),
-    "dimensions": of_models.dimensions(1),
-    "cache_type": of_models.cache_type(object(), offloaded=False),
-    "layers_called": of_models.layers_called("layer 0 is given x too"),
-    "changed": of_models.changed(Change("value", "layers.0.eps", "1", "2"), torch.nn.Linear(1, 1)),
-    "hook": of_models.hook("layers.0", "look (a.py:1)"),
-    "other_forward": of_models.other_forward("layers.0"),
-    "other_module": of_models.other_module("layers.0", Change("module", "layers.0", "A", "B")),
-    "other_causality": of_models.other_causality(False, True),
-    "other_depth": of_models.other_depth(1, 3),
-    "other_mode": of_models.other_mode("autocast", "on", "off"),
+EXAMPLES = {  # of arguments of what makes a reason, by annotation
+    "str": "layers.0",
+    "int": 3,
+    "bool": False,
+    "object": object(),
+    "Any": torch.nn.Linear(1, 1),
+    "Change": Change("value", "layers.0.eps", "1", "2"),
 }
+
+
+def _made(make: Callable[..., Reason]) -> Reason:
+    return make(*(EXAMPLES[p.annotation] for p in inspect.signature(make).parameters.values()))
 
 
 @pytest.mark.parametrize("module", [of_models, of_runners])
@@ -42,11 +37,10 @@ def test_no_reason_lacks_its_remedy(module: Any) -> None:
     constants = {name: value for name, value in vars(module).items() if isinstance(value, str) and name.isupper()}
     constants = {name: value for name, value in constants.items() if not name.startswith("_")}
     assert constants and all(isinstance(value, Reason) and value.remedy for value in constants.values())
-    makers = [f for f in vars(module).values() if inspect.isfunction(f) and f.__module__ == module.__name__]
-    for make in makers:
-        if inspect.signature(make).return_annotation == "Reason":
-            assert MADE[make.__name__].remedy, make.__name__
-    assert not any(reason.remedy.endswith(".") for reason in [*MADE.values(), *constants.values()])
+    own = [f for f in vars(module).values() if inspect.isfunction(f) and f.__module__ == module.__name__]
+    made = {f.__name__: _made(f) for f in own if inspect.signature(f).return_annotation == "Reason"}
+    assert all(isinstance(reason, Reason) and reason.remedy for reason in made.values())
+    assert not any(reason.remedy.endswith(".") for reason in [*made.values(), *constants.values()])
 
 
 def test_a_reason_is_text_that_can_be_pickled_with_its_remedy() -> None:

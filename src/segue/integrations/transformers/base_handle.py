@@ -64,6 +64,9 @@ class Handle(ABC):
     def __len__(self) -> int:
         return len(self._module)
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._module)
+
     def __bool__(self) -> bool:
         return True
 
