@@ -329,6 +329,15 @@ def test_compiled_layers_run_in_the_graphs_alone(device: Device, graphed: Callab
     assert not any("forward" in vars(m) for m in model.modules() if m is not model)
 
 
+def test_compiled_layers_of_an_image_encoder(device: Device, graphed: Callable[..., Any]) -> None:
+    model = build("vit", device)
+    handle = graphed(model, compile=True)
+    for seed in range(3):
+        draw = torch.Generator().manual_seed(seed)
+        compare(handle, {"pixel_values": torch.randn(2, 3, 16, 16, generator=draw).to(device.torch_device)})
+    assert handle.stats.replayed == 1
+
+
 def test_padding_that_only_jittered_constants_show_is_refused(device: Device) -> None:
     model = build("bert", device)
 
@@ -372,7 +381,7 @@ def test_a_refusal_names_the_parts_that_can_be_accelerated(device: Device) -> No
 
 
 def test_prime_graphs_are_refused(device: Device) -> None:
-    with pytest.raises(UsageError, match="BertModel has no decoder, and prime graphs are for prompts"):
+    with pytest.raises(UsageError, match=r"BertModel \(bert\) has no decoder, and prime graphs are for prompts"):
         segue.accelerate(build("bert", device), strategy="prime", device=device)
 
 

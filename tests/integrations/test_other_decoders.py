@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 import segue
 from integrations.families import FAMILIES
+from integrations.family_flows import flows_of
 from segue.devices import Device
 from segue.integrations.transformers import accelerate, decoder_parts
 from segue.integrations.transformers.argument_names import ArgumentNames
@@ -130,6 +131,30 @@ def test_a_call_that_gives_the_layers_something_else_runs_untouched(device: Devi
         model.model.decoder(ids, nobody_reads_this=3)
     assert torch.equal(got, want) and handle.stats.replayed >= 2
     assert dict(handle.stats.reasons) == {"layer 0 is given sliding_window too": 1}
+
+
+def test_an_image_in_the_prompt_is_not_taken_for_a_token(device: Device, graphed: Make) -> None:
+    family = FAMILIES["llava, image"]
+    model, flow = _model("llava, image", device), flows_of(family)["decode"]
+    handle = graphed(model, buckets=[1, 8, 16, 32])
+    with torch.no_grad():
+        with handle.untouched():
+            want = flow(model)
+        for _ in range(3):
+            assert torch.equal(flow(model)["tokens"], want["tokens"])
+    assert handle.stats.replayed and not handle.stats.eager
+
+
+def test_tokens_with_three_positions_each_are_served(device: Device, graphed: Make) -> None:
+    family = FAMILIES["qwen2_5_vl, image"]
+    model, flow = _model("qwen2_5_vl, image", device), flows_of(family)["decode"]
+    handle = graphed(model, buckets=[1, 8, 16, 32])
+    with torch.no_grad():
+        with handle.untouched():
+            want = flow(model)
+        for _ in range(3):
+            assert torch.equal(flow(model)["tokens"], want["tokens"])
+    assert handle.stats.replayed and not handle.stats.eager
 
 
 def test_early_exit_runs_untouched(device: Device, graphed: Make) -> None:

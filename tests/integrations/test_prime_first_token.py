@@ -253,6 +253,24 @@ def test_calls_that_the_graph_does_not_hold_run_as_they_would(device: Device) ->
         assert model(ids, use_cache=True, logits_to_keep=1).logits.requires_grad
 
 
+def test_an_argument_that_only_the_outer_model_reads_is_heard(device: Device) -> None:
+    class Louder(LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: torch.Tensor, louder: Any = None, **given: Any) -> Any:
+            out = super().forward(input_ids, **given)
+            out.logits = out.logits if louder is None else out.logits * louder
+            return out
+
+    Louder.__module__ = LlamaForCausalLM.__module__  # whose heads alone are taken over
+    model = build("llama", device.torch_device)
+    model.__class__ = Louder
+    ids = torch.arange(7, device=model.device)[None]
+    with torch.no_grad(), accelerate(model, max_tokens=16, device=device) as graphed:
+        for _ in range(3):
+            plain = model(ids, use_cache=True, logits_to_keep=1).logits
+        assert graphed.stats.strategies["prime"] == 1
+        _assert_close(model(ids, louder=2.0, use_cache=True, logits_to_keep=1).logits, plain * 2)
+
+
 @pytest.mark.parametrize("part", ["", "model"])
 def test_a_forward_put_around_segues_stays_after_restore(part: str, device: Device) -> None:
     model = build("llama", device.torch_device)

@@ -25,6 +25,13 @@ def parts_of(model: Any) -> DecoderParts:
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
+        parts_of_it = ", ".join(type(m).__name__ for m in model.children()) if isinstance(model, nn.Module) else ""
+        if parts_of_it:
+            raise UsageError(
+                f"{type(model).__qualname__} holds no transformers model that could be captured, only {parts_of_it}. "
+                "segue.accelerate() takes a transformers PreTrainedModel, or a module that holds one; for any other function "
+                "over tensors use segue.GraphRunner with a segue.break_point."
+            )
         raise UsageError(
             f"segue.accelerate() takes a transformers PreTrainedModel, not a {type(model).__qualname__}. "
             "For any other function over tensors use segue.GraphRunner with a segue.break_point."

@@ -232,11 +232,12 @@ class EncoderHandle(ServingHandle):
         layers = self._compiled
         if layers is None or layers.enabled:
             return
-        layers.enabled, tokens = True, min(layers.tokens_to_compile_at, self._grid.lengths.max)
+        layers.enabled, size = True, layers.tokens_to_compile_at
+        tokens = 0 if self._boundary.mask is None else min(size, self._grid.lengths.max)  # images have as many as they have
         names = [name for name in self._boundary.names if name not in SIDES or self._is_usual(name)]
         body = EncoderBody(self._boundary, names, self._places, layers)
         with torch.inference_mode():
-            for rows in (1, tokens + 4):
+            for rows in (1, size + 4):
                 body(**self._graphs.example(names, rows, tokens).tensors)
 
     def _compiling(self, summary: CaptureSummary) -> str:

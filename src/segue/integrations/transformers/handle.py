@@ -37,6 +37,7 @@ from segue.integrations.transformers.prime_first_token import (
     is_plain_head,
 )
 from segue.integrations.transformers.prime_trunk import not_causal
+from segue.integrations.transformers.probe import takes_several_positions
 from segue.integrations.transformers.proven_handle import ProvenHandle
 from segue.integrations.transformers.serving_handle import RunsUntouched
 from segue.integrations.transformers.training_modes import TrainingModes
@@ -283,7 +284,7 @@ class Accelerated(ProvenHandle):
         here, graphs = self._here, self._first_tokens
         if here.untouched or here.without_prime or here.run is not None or graphs is None or self._unservable() is not None:
             return None
-        call = self._reader.read((), given)
+        call = self._first_reader.read((), given)
         if isinstance(call, str) or not is_first_token(call, self._layers):
             return None
         assert call.input_ids is not None
@@ -332,6 +333,9 @@ class Accelerated(ProvenHandle):
             self._why_not["first token"] = "its head does more with the last hidden state than a linear layer"
             return None
         self._model_output: Any = type(out)
+        # The outer model reads more than its decoder does: images, say.
+        read = ArgumentNames(model).__contains__
+        self._first_reader = DecoderCallReader(decoder.config, self._forward, read)
         buckets = self._runner.prepare()
         trunk = TokenTrunk(model, parts=self._parts, forward=self._forward, layers=self._compiled, rows=self._runner.ladder.max)
         recorder = buckets.recorder
@@ -476,6 +480,8 @@ class Accelerated(ProvenHandle):
         missing = {"inputs_embeds", "attention_mask", "position_ids", "use_cache"} - self._reader.named
         if missing:
             raise UsageError(f"its forward has no argument {sorted(missing)[0]}")
+        if takes_several_positions(self._forward, self._decoder):
+            raise UsageError("its tokens may have several positions each")
 
     def _inputs(self) -> dict[str, Any]:
         """The inputs of the body."""

@@ -124,6 +124,20 @@ def prompt(decoder: Any, batch: int = PROMPT[0], tokens: int = PROMPT[1]) -> dic
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": True, **encoded}
 
 
+def takes_several_positions(forward: Callable[..., Any], decoder: Any) -> bool:
+    """Whether a decoder takes position ids [3, B, T], as models of images and text do: for time, height and width."""
+    batch, tokens = PROMPT
+    given = prompt(decoder)
+    place = given["input_ids"].device
+    positions = torch.arange(3 * tokens, device=place).view(3, 1, tokens).expand(3, batch, tokens)
+    try:
+        with torch.no_grad():
+            out = forward(**{**given, "position_ids": positions})
+    except Exception:  # whatever comes of it
+        return False
+    return tuple(out.last_hidden_state.shape[:2]) == (batch, tokens)
+
+
 def encoder_states(decoder: Any, batch: int, seed: int = 1) -> dict[str, Tensor]:
     """What a decoder after an encoder needs of it besides: states [B, S, D] and a mask [B, S]. Empty for others."""
     if not getattr(decoder.config, "is_encoder_decoder", False):
