@@ -22,7 +22,7 @@ _COMPILED = ("padded", "decode", "batch")  # flows that the column compile repea
 _BREAKABLE = ("prefill", "padded", "cache")  # flows that the column prime repeats with prime graphs
 _TO_ROUNDING = ("padded", "beams", "prime", "compile")  # columns in which dense families need not be bit-equal
 _RUNS = 3  # at most: the first call of a bucket warms it up, the second captures it
-_LONGEST = 60  # characters of a cell
+_LONGEST = 110  # characters of a cell
 
 
 @dataclass(frozen=True)

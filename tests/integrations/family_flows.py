@@ -194,7 +194,7 @@ class _EncoderDecoder(_Decoding):
         return {name: t.flip(1) for name, t in super().padded_prompts().items()}  # encoders are padded on the right
 
     def forward(self, model: Any, length: int) -> Seen:
-        out = model(**self.prompt(1, length), decoder_input_ids=ids(1, length // 2), use_cache=True)
+        out = model(**self.prompt(1, length), decoder_input_ids=ids(1, length // 2))
         return _tensors(out) | cache_parts(out.get(cache_name(out)))
 
     def chunks(self, model: Any) -> Iterator[Any]:
