@@ -145,7 +145,8 @@ def measure(flow: Flow, handle: Any, want: Seen, new: Kept, tolerance: float, at
             break
     eager = after.eager - before.eager
     if eager:
-        return Cell.fault(f"untouched: {_reasons(before, after)}", f"{eager} untouched forwards: {_reasons(before, after)}")
+        why, all_of_them = _reasons(before, after), eager + after.replayed - before.replayed
+        return Cell.fault(f"untouched: {why}", f"{eager} of {all_of_them} forwards ran untouched: {why}")
     if after.replayed == before.replayed:
         return Cell.fault("not replayed", f"warmed {after.warmed}, captured {after.captured}, replayed {after.replayed}")
     text = "=" if worst == 0 else f"{worst:.0e}".replace("e-0", "e-")
