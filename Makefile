@@ -25,9 +25,9 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# One thread: the tests' tensors are tiny, and threads that wait for them cost more than they do.
+# One thread a process: the tests' tensors are tiny, and threads that wait for them cost more than they do.
 unit: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile
 
 families: setup
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m integrations.family_table docs/families.md

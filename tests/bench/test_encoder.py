@@ -14,6 +14,8 @@ pytest.importorskip("transformers")
 from segue.bench import encoder
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # torch.compile's advice for fp32
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch records one to begin with
 def test_every_length_and_way_has_a_row_and_replays_as_its_reference(device: Device) -> None:
     result = encoder.measure(device, encoder.SMALL_SHAPE, torch.float32, times=2, lengths=(5, 16), sentences=40)
     assert result.right and [row["tokens"] for row in result.rows] == [5, 16]

@@ -31,7 +31,7 @@ def _forward(x: Tensor) -> Tensor:
 
 def _ranges(run: Any) -> list[str]:
     """The named ranges while ``run()`` runs under a profiler, in order."""
-    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         run()
     found = [e for e in profiler.events() if e.name.startswith(PREFIX)]
     return [e.name.removeprefix(PREFIX) for e in sorted(found, key=lambda e: e.time_range.start)]

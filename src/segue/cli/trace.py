@@ -81,7 +81,7 @@ def trace(
 def _profiled(call: Callable[[], None], times: int, file: Path) -> None:
     """Make the calls under the profiler, and export its Chrome trace."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         for _ in range(times):
             call()
         _wait_for_device()

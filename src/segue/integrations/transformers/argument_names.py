@@ -12,12 +12,12 @@ from torch import nn
 # Beside the files of a model's own classes: what decorates their forwards, makes masks and computes attention and experts.
 _CALLED = (
     "transformers.cache_utils",
-    "transformers.integrations.",
     "transformers.masking_utils",
     "transformers.modeling_flash_attention_utils",
     "transformers.utils.generic",
     "transformers.utils.output_capturing",
 )
+_INTEGRATIONS = ("attention", "paged", "moe", "kernels")  # in the names of those that a forward calls
 _OTHER = ("builtins", "torch.", "transformers.modeling_utils")
 
 
@@ -33,11 +33,15 @@ class ArgumentNames:
         if self._names is None:
             classes = {cls for m in self._model.modules() for cls in type(m).__mro__ if not cls.__module__.startswith(_OTHER)}
             files = {cls.__module__ for cls in classes}
-            called = [name for name in sys.modules if name.startswith(_CALLED)]
+            called = [name for name in sys.modules if name.startswith(_CALLED) or _is_called(name)]
             held = [*classes, *(value for name in files for value in _functions(name))]
             held += [value for name in called for value in vars(sys.modules[name]).values()]
             self._names = {name for value in held for code in _code(value) for name in _read_by(code)}
         return name in self._names
+
+
+def _is_called(file: str) -> bool:
+    return file.startswith("transformers.integrations.") and any(part in file for part in _INTEGRATIONS)
 
 
 def _functions(file: str) -> list[Any]:

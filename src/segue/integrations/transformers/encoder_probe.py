@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from segue import _torch_modes
 from segue.errors import CaptureError, SegueError, UsageError
 from segue.integrations.transformers.decoder_forward import ForwardPatch, own_forward
 from segue.integrations.transformers.encoder_calls import MASK, SIDES, Boundary, EncoderCall, padded
 from segue.integrations.transformers.encoder_forward import run_plain, run_traced
+from segue.integrations.transformers.probe import exact_products
 from segue.runner.write_log import generators_kept
 
 _TOLERANCE = 3e-5  # of the largest number, in fp32
@@ -281,7 +280,7 @@ class _Exact:
 
     def __call__(self, boundary: Boundary, tensors: dict[str, Tensor], traced: bool = False) -> Any:
         tensors = {k: t.float() if t.is_floating_point() else t for k, t in tensors.items()}
-        with _exact_products():
+        with exact_products():
             return torch.func.functional_call(_Own(boundary, traced), self._weights, kwargs=tensors)
 
 
@@ -298,15 +297,6 @@ class _Own(nn.Module):
         if self._traced:
             return run_traced(self._boundary, tensors)
         return run_plain(self._boundary, tensors)
-
-
-@contextmanager
-def _exact_products() -> Iterator[None]:
-    """Within this block products and convolutions in fp32 are in fp32: TF32 would differ with the shape."""
-    enabled, benchmark, deterministic, _ = _torch_modes.CUDNN.read()
-    exact = _torch_modes.MATMUL_PRECISION.set_to(("ieee", "ieee"))
-    with exact, _torch_modes.CUDNN.set_to((enabled, benchmark, deterministic, "ieee")):
-        yield
 
 
 def _call(

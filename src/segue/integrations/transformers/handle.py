@@ -16,6 +16,7 @@ from segue import _torch, _torch_modes
 from segue.capture.isolation import collected_once
 from segue.capture.modes import CallerModes, modes_now
 from segue.capture.thread_state import active_forward, reference_frame
+from segue.devices import resolve
 from segue.errors import StateChangedError, UsageError
 from segue.integrations.transformers import checks, names, prime_admission, reasons
 from segue.integrations.transformers.argument_names import ArgumentNames
@@ -100,6 +101,7 @@ class Accelerated(ProvenHandle):
         self._why_not: dict[str, str] = {}  # strategies that this model can't have
         self._prime: PrimeStrategy | None = None
         self._asked_device = self._device if device is None else device
+        self._refuse_elsewhere(resolve(self._asked_device).torch_device, self._device)
         self._find_out()
         self._accept_caller_modes()
         self._strategy = _CountingBreakable()

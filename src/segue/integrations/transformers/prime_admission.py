@@ -14,7 +14,7 @@ from segue.integrations.transformers.attention import LiveContext
 from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.decoder_parts import DecoderParts
 from segue.integrations.transformers.prime_trunk import ModelTrunk, not_causal
-from segue.integrations.transformers.probe import first_difference, jittered, results
+from segue.integrations.transformers.probe import exact_products, first_difference, jittered, results
 from segue.prime.prime_strategy import PrimeStrategy
 
 _PROVEN, _PADDING = 7, 3  # tokens, and rows behind them
@@ -43,7 +43,7 @@ def _prove(trunk: ModelTrunk, parts: DecoderParts, forward: Callable[..., Any]) 
     ids = torch.randint(len(weight), (_PROVEN,), generator=torch.Generator().manual_seed(2), device="cpu").to(weight.device)
     rows = _PROVEN + (_PADDING if weight.dtype in (torch.float32, torch.float64) else 0)  # else rounding shows like a fault
     offsets = torch.tensor([0, _PROVEN], device=weight.device)
-    with torch.no_grad(), jittered(parts.decoder):
+    with torch.no_grad(), jittered(parts.decoder), exact_products():
         scratch = trunk.new_cache(rows)
         x = torch.zeros(rows, weight.shape[1], device=weight.device, dtype=weight.dtype)
         x[:_PROVEN] = trunk.embed(ids)

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from segue import _torch_modes
 from segue.errors import UsageError
 from segue.integrations.transformers import names
 from segue.integrations.transformers.layer_calls import NotSeen
@@ -51,6 +52,15 @@ def jittered(root: nn.Module) -> Iterator[None]:
     finally:
         for table, name, t in swapped:
             table[name] = t
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Within this block products and convolutions in fp32 are in fp32: TF32 would differ with the shape."""
+    enabled, benchmark, deterministic, _ = _torch_modes.CUDNN.read()
+    exact = _torch_modes.MATMUL_PRECISION.set_to(("ieee", "ieee"))
+    with exact, _torch_modes.CUDNN.set_to((enabled, benchmark, deterministic, "ieee")):
+        yield
 
 
 def _is_constant(t: Tensor) -> bool:

@@ -17,7 +17,7 @@ from segue.integrations.transformers.decoder_forward import Body
 from segue.integrations.transformers.decoder_parts import DecoderParts
 from segue.integrations.transformers.layer_calls import NotSeen
 from segue.integrations.transformers.module_breaks import ModuleBreaks, Recorder, TokenBreak, culprit
-from segue.integrations.transformers.probe import PROMPT, difference, jittered, prompt
+from segue.integrations.transformers.probe import PROMPT, difference, exact_products, jittered, prompt
 from segue.integrations.transformers.serving_handle import ServingHandle
 
 _TRIAL = 3  # tokens of the trial capture
@@ -70,7 +70,7 @@ class ProvenHandle(ServingHandle):
                 )
             return out
 
-        with torch.no_grad(), jittered(self._decoder):
+        with torch.no_grad(), jittered(self._decoder), exact_products():
             where = difference(self._forward, self._decoder, untouched, ours)
         if where is not None:
             raise UsageError(where)

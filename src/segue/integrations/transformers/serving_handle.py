@@ -146,14 +146,17 @@ class ServingHandle(Handle):
             UsageError: the runner captures on another device.
         """
         recorder = runner.prepare().recorder
-        place = recorder.device.torch_device
+        self._refuse_elsewhere(recorder.device.torch_device, device)
+        recorder.counters.go_on_from(self._counters)
+        self._runner, self._counters = runner, recorder.counters
+
+    def _refuse_elsewhere(self, place: torch.device, device: torch.device) -> None:
+        """Raise UsageError if graphs on ``place`` can't serve the model, which is on ``device``."""
         if (place.type, place.index or 0) != (device.type, device.index or 0):
             raise UsageError(
                 f"{type(self._model).__name__} is on {device}, and graphs are to be captured on {place}. Move the model, or "
                 "leave out device=."
             )
-        recorder.counters.go_on_from(self._counters)
-        self._runner, self._counters = runner, recorder.counters
 
     def _refuse_restored(self) -> None:
         if self._restored:
