@@ -12,7 +12,7 @@ name=$("$python" -c 'import torch; print(torch.cuda.get_device_name().lower().re
 status=0
 if [ $# -eq 0 ]; then
   "$python" -m pytest -q -m cuda -p no:cacheprovider tests || status=1
-  set -- breaks runner memory ttft prime growth
+  set -- breaks runner memory ttft prime growth kinds encoder
 fi
 for bench in "$@"; do
   "$python" -m segue bench "$bench" -f "$folder/$name-$bench.md" || status=1
