@@ -22,6 +22,7 @@ from segue.integrations.transformers.serving_handle import ServingHandle
 
 _TRIAL = 3  # tokens of the trial capture
 _PADDING = 3  # rows
+_PROMPT = 7  # tokens that a prompt of the probe has at least, in all its sequences
 
 
 class ProvenHandle(ServingHandle):
@@ -121,12 +122,12 @@ class ProvenHandle(ServingHandle):
         return None
 
     def _plain(self, *inputs: Any, ctx: LiveContext) -> Tensor:
-        """The body's result without graphs. Rows of a bucket that are no tokens stand behind the real ones, and change nothing,
-        where rounding can't hide what they change."""
-        if inputs[0].dtype not in (torch.float32, torch.float64):
+        """The body's result without graphs. Behind a prompt stand rows of a bucket that are no tokens, and change nothing, where
+        rounding can't hide what they change."""
+        n = len(inputs[0])
+        if n < _PROMPT or inputs[0].dtype not in (torch.float32, torch.float64):
             with active_forward(ctx):
                 return self._body(*inputs)
-        n = len(inputs[0])
         padded = [_padded(given) for given in inputs]
         with active_forward(ctx), reference_frame(n + _PADDING, n):
             return self._body(*padded)[:n]
