@@ -187,6 +187,7 @@ def test_a_mixer_break_is_named_among_what_runs_live(device: Device, graphed: Ma
 def test_compile_is_left_out_where_layers_run_alone(device: Device, graphed: Make, caplog: pytest.LogCaptureFixture) -> None:
     handle = graphed(_model("mamba2", device), max_tokens=16, compile=True)
     assert "compiled layers" in handle.report() and "runs unfused" in caplog.text
+    assert handle.runner.ladder[0] == 1  # a single row is a constant to compiled code alone
 
 
 def test_what_has_a_row_a_token_is_told_from_two_forwards() -> None:

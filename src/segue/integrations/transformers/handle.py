@@ -105,7 +105,7 @@ class Accelerated(ProvenHandle):
         self._find_out()
         self._accept_caller_modes()
         self._strategy = _CountingBreakable()
-        ladder = buckets_or_default(buckets, max_tokens, compile)
+        ladder = buckets_or_default(buckets, max_tokens, self._compiled is not None)
         self._prime = self._prime_strategy(strategy, ladder.max)
         runner = GraphRunner(
             self._body,
@@ -399,10 +399,13 @@ class Accelerated(ProvenHandle):
         if layers is None or layers.enabled:
             return
         layers.enabled, n = True, layers.tokens_to_compile_at
-        inputs, ctx = self._example(n)
+        with torch.inference_mode(False), torch.no_grad():  # graphs' inputs are no inference tensors either
+            x = self._decoder.get_input_embeddings().weight[:1].expand(n, -1).clone()
+            positions = torch.arange(n, device=self._device)
+        ctx = self._capture_context(n)
         with torch.inference_mode(), active_forward(ctx), reference_frame(n, n):
             for _ in range(2):  # the second layer's inputs are what the first has made
-                self._body(*inputs)
+                self._body(x, positions)
 
     @property
     def _compile_seconds(self) -> float:
@@ -495,7 +498,6 @@ class Accelerated(ProvenHandle):
         with torch.inference_mode():
             x = self._decoder.get_input_embeddings()(ids)[0]
             return (x, ids[0]), self._capture_context(tokens)
-
 
 
 class _CountingBreakable(Breakable):

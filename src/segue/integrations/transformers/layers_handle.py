@@ -113,7 +113,7 @@ class AcceleratedLayers(Accelerated):
         heard = [*layers, *mixers]
         recorded, after = Recorder(heard), Recorder(layers)
         with torch.no_grad(), recorded.listening():
-            self._output = type(self._forward(**prompt(self._decoder)))
+            self._forward(**prompt(self._decoder))
         if missing := [m for m in heard if m not in recorded.results]:
             raise UsageError(f"its forward didn't call {type(missing[0]).__name__}")
         with torch.no_grad(), after.listening():
@@ -126,9 +126,7 @@ class AcceleratedLayers(Accelerated):
             self._stubs = LayerStubs(layers, [ReturnLayout.of(recorded.results[m]) for m in layers])
             breaks = [MixerBreak(mixer, layers[mixer.layer], recorded, *PROMPT) for mixer in mixers.values()]
             self._breaks.put(breaks)
-            self._body = LayersBody(
-                self._parts, self._forward, self._implementation, self._arguments, self._breaks
-            )
+            self._body = LayersBody(self._parts, self._forward, self._implementation, self._arguments, self._breaks)
             self._probe()
         except NotSeen as e:
             raise UsageError(str(e)) from None
