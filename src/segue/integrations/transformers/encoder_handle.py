@@ -63,8 +63,8 @@ class EncoderHandle(ServingHandle):
         device: str | Device | None,
     ) -> None:
         checks.check_mode(self._model, self._model)
-        self._place = checks.device_of(self._model)
-        self._device: Any = self._place if device is None else device
+        self._device = checks.device_of(self._model)
+        self._asked_device: Any = self._device if device is None else device
         self._on_failure: Literal["raise", "eager"] = on_failure
         self._grid = EncoderGrid(buckets, max_tokens, _longest(self._model))
         with ExitStack() as stack:
@@ -78,13 +78,13 @@ class EncoderHandle(ServingHandle):
                 patch.undo()
             self._patches = [ForwardPatch(inside, self._serve)]
         self._boundary, self._forward = boundary, boundary.forward
-        self._weights, self._modes = Weights(inside, self._place), TrainingModes(inside)
+        self._weights, self._modes = Weights(inside, self._device), TrainingModes(inside)
         self._places = places_of(boundary)
         self._compiled = CompiledLayers(inside, _parts(inside), on_failure) if compile else None
         self._reader = EncoderCallReader(boundary, self._model.config)
         before = vars(self).get("_graphs")
-        self._graphs = EncoderGraphs(boundary, self._grid, self._places, self._compiled, on_failure, self._device, before)
-        self._accept_modes()
+        self._graphs = EncoderGraphs(boundary, self._grid, self._places, self._compiled, on_failure, self._asked_device, before)
+        self._accept_caller_modes()
 
     @property
     def stats(self) -> Stats:
@@ -113,7 +113,7 @@ class EncoderHandle(ServingHandle):
             UsageError: the handle was restored, or the model can't be served as it is now.
         """
         self._refuse_restored()
-        with self._one_at_a_time, torch.inference_mode(), collected_once(), generators_kept(self._place):
+        with self._one_at_a_time, torch.inference_mode(), collected_once(), generators_kept(self._device):
             reason = self._unservable() or self._other_mode() or self._changed()
             if reason is not None and reason is not DISABLED and not self._takes_in(reason):
                 raise UsageError(f"nothing is captured, as no graph would run: {reason}. {remedy_of(reason)}.")
@@ -125,7 +125,7 @@ class EncoderHandle(ServingHandle):
             progress = Progress(0, True)
             with progress.showing():
                 for bucket in self._graphs.capture(names):
-                    progress.bucket(bucket, _torch.free_bytes(self._place))
+                    progress.bucket(bucket, _torch.free_bytes(self._device))
             stats = self._graphs.stats(Counter())
             summary = CaptureSummary(
                 buckets=stats.buckets,
@@ -158,7 +158,7 @@ class EncoderHandle(ServingHandle):
         Raises:
             SegueError: it can't be captured. UsageError: the replay differs.
         """
-        graphs = EncoderGraphs(boundary, self._grid, places_of(boundary), None, "raise", self._device)
+        graphs = EncoderGraphs(boundary, self._grid, places_of(boundary), None, "raise", self._asked_device)
         reader = EncoderCallReader(boundary, self._model.config)
         # What is made on the device instead may be rounded otherwise, which shows at some distance between tokens.
         tokens = self._grid.lengths.max // 2 if boundary.host_made else self._grid.lengths[0] - 1 or 1
@@ -202,29 +202,18 @@ class EncoderHandle(ServingHandle):
         tensors = list(call.tensors.values())
         if self._needs_gradients(*tensors):
             return reasons.GRADIENTS
-        if any([t.device != self._place for t in tensors]):
+        if any([t.device != self._device for t in tensors]):
             return reasons.DEVICES
         return self._other_mode() or (None if self._graphs.holds(call) else NO_BUCKET)
-
-    def _other_mode(self) -> Reason | None:
-        """Which of the caller's modes is not that of the captures; None if none is."""
-        if torch.is_autocast_enabled(self._place.type):
-            return reasons.AUTOCAST
-        mode = self._caller_modes.other()
-        if mode is not None:
-            if self._any_captured():
-                return reasons.other_mode(mode.name, mode.now, mode.then)
-            self._accept_modes()
-        return None
 
     def _changed(self) -> Reason | None:
         """Why graphs would not do what the modules do now; None while they would."""
         change = self._places.decisions.changed()
         return self._weights.replaced() if change is None else reasons.changed(change, self._boundary.module)
 
-    def _accept_modes(self) -> None:
+    def _accept_caller_modes(self) -> None:
         """Take the caller's modes as they are now for those of all captures. Calls under others run untouched."""
-        kind = self._place.type
+        kind = self._device.type
         self._caller_modes = CallerModes(kind, modes_now(kind), _MODES)
 
     def _compile(self) -> None:

@@ -206,18 +206,6 @@ class Accelerated(ProvenHandle):
         change = self._body.places.decisions.changed()
         return self._weights.replaced() if change is None else reasons.changed(change, self._decoder)
 
-    def _other_mode(self) -> Reason | None:
-        """Which of the caller's modes is not that of the captures; None if none is."""
-        if torch.is_autocast_enabled(self._device.type):
-            return reasons.AUTOCAST
-        mode = self._caller_modes.other()
-        if mode is None:
-            return None
-        if self._any_captured():
-            return reasons.other_mode(mode.name, mode.now, mode.then)
-        self._accept_caller_modes()
-        return None
-
     def _accept_caller_modes(self) -> None:
         """Take the caller's modes as they are now for those of all captures. Calls under others run untouched."""
         kind, read = self._device.type, {_torch_modes.DEFAULT_DTYPE.name}

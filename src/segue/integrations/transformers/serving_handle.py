@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from segue import _torch, environment
+from segue.capture.modes import CallerModes
 from segue.errors import UsageError
 from segue.integrations.transformers import reasons
 from segue.integrations.transformers.base_handle import Handle
@@ -51,6 +52,9 @@ class ServingHandle(Handle):
     _runner: GraphRunner
     _patches: list[ForwardPatch]
     _restored: bool
+    _device: torch.device  # the model's
+    _caller_modes: CallerModes  # those of all captures
+    _accept_caller_modes: Callable[[], None]  # take them as they are now
 
     @property
     def runner(self) -> GraphRunner:
@@ -201,6 +205,18 @@ class ServingHandle(Handle):
         """Raise RunsUntouched if what was made live for the graphs, such as embeddings, has gradients to record."""
         if x.requires_grad and torch.is_grad_enabled():
             raise RunsUntouched(reasons.GRADIENTS)
+
+    def _other_mode(self) -> Reason | None:
+        """Which of the caller's modes is not that of the captures; None if none is."""
+        if torch.is_autocast_enabled(self._device.type):
+            return reasons.AUTOCAST
+        mode = self._caller_modes.other()
+        if mode is None:
+            return None
+        if self._any_captured():
+            return reasons.other_mode(mode.name, mode.now, mode.then)
+        self._accept_caller_modes()
+        return None
 
     def _needs_gradients(self, *inputs: Tensor | None) -> bool:
         """Whether a forward of ``inputs`` has to record gradients."""
