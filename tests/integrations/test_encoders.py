@@ -320,6 +320,7 @@ def test_restore_gives_the_forward_back_and_a_copy_has_its_own(device: Device, g
         handle.capture()
 
 
+@pytest.mark.filterwarnings("default")  # inductor recommends TF32
 def test_compiled_layers_run_in_the_graphs_alone(device: Device, graphed: Callable[..., Any]) -> None:
     model = build("bert", device)
     handle = graphed(model, compile=True, buckets=[16])
@@ -329,6 +330,7 @@ def test_compiled_layers_run_in_the_graphs_alone(device: Device, graphed: Callab
     assert not any("forward" in vars(m) for m in model.modules() if m is not model)
 
 
+@pytest.mark.filterwarnings("default")  # inductor recommends TF32
 def test_compiled_layers_of_an_image_encoder(device: Device, graphed: Callable[..., Any]) -> None:
     model = build("vit", device)
     handle = graphed(model, compile=True)
