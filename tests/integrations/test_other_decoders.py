@@ -14,6 +14,7 @@ from transformers import DynamicCache
 import segue
 from integrations.families import FAMILIES
 from integrations.family_flows import flows_of
+from integrations.family_flows import ids as flow_ids
 from segue.devices import Device
 from segue.integrations.transformers import accelerate, decoder_parts
 from segue.integrations.transformers.argument_names import ArgumentNames
@@ -175,6 +176,31 @@ def test_the_state_of_a_recurrent_layer_is_that_of_the_real_tokens(device: Devic
         want = conversation()
     for _ in range(3):
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(conversation(), want, strict=True))
+    assert handle.stats.replayed and not handle.stats.eager
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "changes"),
+    [
+        ("t5", "decoder_input_ids", {}),  # the first layer's attention returns the bias that the others take
+        ("switch_transformers", "decoder_input_ids", {"expert_capacity": 6}),  # so many tokens of a sequence, not of the batch
+        ("recurrent_gemma", "input_ids", {}),  # its recurrent blocks keep their states themselves, and take no cache
+    ],
+)
+def test_what_passes_between_tokens_or_layers_beside_the_cache_is_live(
+    name: str, given: str, changes: dict[str, Any], device: Device, graphed: Make
+) -> None:
+    family, place = FAMILIES[name], device.torch_device
+    model, own = (family.make(**changes).to(place) for _ in range(2))
+    handle = graphed(model, buckets=[1, 2, 4, 8, 16, 32])
+    rest = {"input_ids": flow_ids(4, 6).to(place)} if given != "input_ids" else {}
+    prompts = {**rest, given: flow_ids(4, 8).to(place)}
+    text = {"max_new_tokens": 6, "do_sample": False}
+    with torch.no_grad():
+        want, tokens = own(**prompts).logits, own.generate(flow_ids(2, 5).to(place), **text)
+        for _ in range(3):
+            torch.testing.assert_close(model(**prompts).logits, want, atol=1e-4, rtol=1e-4)
+            assert torch.equal(model.generate(flow_ids(2, 5).to(place), **text), tokens)
     assert handle.stats.replayed and not handle.stats.eager
 
 

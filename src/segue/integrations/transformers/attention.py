@@ -97,6 +97,7 @@ class LiveContext:
     fresh: bool = False  # one prompt for an empty cache, as a prime graph takes it
     reached: list[int] | None = None  # layers whose attention got here, for the probe
     calls: Sequence[dict[str, Any]] | None = None  # what each layer is given, by name, where that was seen
+    returned: dict[Any, Any] = field(default_factory=dict)  # by breaks, for breaks after them
     _masks: Sequence[Any] | None = None
 
     @property

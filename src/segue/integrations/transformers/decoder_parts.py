@@ -1,7 +1,8 @@
 """Which module of a model is its decoder, which list holds its layers, and which modules of a layer mix tokens.
 
 Signatures tell. A KV cache, or a recurrent state, is handed down from the decoder to each layer and on to the modules that read
-and write it. These are the only ones in which a token meets another.
+and write it. Those that keep their state themselves ask whether to (``use_cache``). These are the only ones in which a token
+meets another.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from segue.integrations.transformers import names
 
 @dataclass(frozen=True)
 class Mixer:
-    """A module of layer ``layer`` that takes the cache itself. ``kind``: its path in the layer."""
+    """A module of layer ``layer`` that takes the cache itself, or has a state. ``kind``: its path in the layer."""
 
     module: Any
     layer: int
@@ -59,6 +60,10 @@ def takes_cache(module: Any) -> bool:
     return any(name in names.CACHE_NAMES for name in inspect.signature(module.forward).parameters)
 
 
+def _has_state(module: Any) -> bool:
+    return takes_cache(module) or "use_cache" in inspect.signature(module.forward).parameters
+
+
 def _takes_tokens(module: Any) -> bool:
     return {"input_ids", "inputs_embeds"} <= inspect.signature(module.forward).parameters.keys()
 
@@ -74,8 +79,8 @@ def _decoder(path: str, module: Any) -> DecoderParts | None:
 
 
 def _mixers(at: int, layer: Any) -> list[Mixer]:
-    """The modules of a layer that take the cache and hand it to no module of theirs."""
-    taking = {path: module for path, module in layer.named_modules() if path and takes_cache(module)}
+    """The modules of a layer that take the cache, or have a state, and hand it to no module of theirs."""
+    taking = {path: module for path, module in layer.named_modules() if path and _has_state(module)}
     return [
         Mixer(module, at, path)
         for path, module in taking.items()

@@ -124,7 +124,9 @@ class AcceleratedLayers(Accelerated):
         try:
             self._arguments = LayerArguments(_seen(recorded, layers, *PROMPT), _seen(after, layers, *_CHUNK))
             self._stubs = LayerStubs(layers, [ReturnLayout.of(recorded.results[m]) for m in layers])
-            breaks = [MixerBreak(mixer, layers[mixer.layer], recorded, *PROMPT) for mixer in mixers.values()]
+            breaks: list[MixerBreak] = []
+            for mixer in mixers.values():
+                breaks.append(MixerBreak(mixer, layers[mixer.layer], recorded, tuple(breaks), *PROMPT))
             self._breaks.put(breaks)
             self._body = LayersBody(self._parts, self._forward, self._implementation, self._arguments, self._breaks)
             self._probe()
