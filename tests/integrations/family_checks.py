@@ -19,7 +19,7 @@ COLUMNS = ("mechanism", "prefill", "padded", "chunk", "decode", "batch", "beams"
 
 _TOLERANCE = 1e-5  # relative to the largest value where that is above 1
 _COMPILED = ("padded", "decode", "batch")  # flows that the column compile repeats
-_BREAKABLE = ("prefill", "padded", "cache")  # flows that the column prime repeats with prime graphs
+_BREAKABLE = ("prefill", "padded", "batch", "beams", "cache")  # flows that the column prime repeats with prime graphs
 _TO_ROUNDING = ("padded", "beams", "prime", "compile")  # columns in which dense families need not be bit-equal
 _RUNS = 3  # at most: the first call of a bucket warms it up, the second captures it
 _LONGEST = 110  # characters of a cell

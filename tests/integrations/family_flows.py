@@ -160,8 +160,8 @@ class _Decoding:
         return {place: t for place, t in parts.items() if not place.endswith((".keys", ".values"))}
 
     def first_token(self, model: Any) -> Seen:
-        """What a prime graph may serve: fresh prompts, for one row of logits and for all."""
-        seen = self.lengths(model, (_FILLING[0], _PADDED[0]))
+        """What a prime graph may serve: fresh prompts, for one row of logits and for all, and a batch of them."""
+        seen = self.lengths(model, (_FILLING[0], _PADDED[0])) | _named("batch", self.batch(model))
         return seen | _generated(model.generate(**self.prompt(1, _PADDED[1]), max_new_tokens=4, **_GREEDY))
 
     def all(self) -> dict[str, Flow]:

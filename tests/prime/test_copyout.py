@@ -57,6 +57,15 @@ def test_a_session_that_lies_otherwise_in_memory_is_filled_too(device: Device, d
     assert difference(session[:7], scratch[:7]) is None and not bits(session[7:]).any()
 
 
+def test_a_row_may_hold_a_token_of_each_sequence_of_a_batch(device: Device) -> None:
+    scratch = torch.arange(2 * 4 * 3.0, device=device.torch_device).view(2, 4, 3)  # [sequences, steps, D]
+    session = torch.zeros(2, 3, 3, device=device.torch_device)
+    _copied(segue.Rows(scratch, 1, tokens=2), segue.Rows(session, 1, tokens=2), n=6)
+    assert torch.equal(session, scratch[:, :3])
+    with pytest.raises(segue.UsageError, match="has 3 rows"):
+        CopyOut({"s": segue.Rows(session, 1, tokens=2)}, bucket=8, requests=1, name="g")
+
+
 def test_whole_states_may_lack_the_dimension_of_requests(device: Device) -> None:
     scratch = torch.arange(24.0, device=device.torch_device).view(2, 3, 4)
     copies = CopyOut({"s": segue.Whole(scratch)}, bucket=8, requests=2, name="g")

@@ -25,11 +25,12 @@ State = Mapping[str, Rows | Whole]
 class _Entry:
     """One tensor of the scratch cache's state.
 
-    ``rows``: whether it is :class:`Rows`. ``other``: its shape without ``dim``. ``unit``: the dtype as which it is copied.
+    ``rows``: the tokens of each of its rows, 0 if it is :class:`Whole`. ``other``: its shape without ``dim``. ``unit``: the dtype
+    as which it is copied.
     """
 
     name: str
-    rows: bool
+    rows: int
     dim: int
     tensor: Tensor
     other: tuple[int, ...]
@@ -82,7 +83,7 @@ class CopyOut:
             self._check(entry, value, request, n)
             t = value.tensor
             if entry.rows:
-                t = t.narrow(entry.dim, 0, n)
+                t = t.narrow(entry.dim, 0, n // entry.rows)
             elif t.dim() < source.dim():
                 t = t.unsqueeze(entry.dim)
             found.append(_alike(t, source))
@@ -144,14 +145,14 @@ class CopyOut:
     def _source(self, entry: _Entry, request: int, start: int, n: int) -> Tensor:
         t = entry.tensor
         if entry.rows:
-            t = t.narrow(entry.dim, start, n)
+            t = t.narrow(entry.dim, start // entry.rows, n // entry.rows)
         elif self._requests > 1:
             t = t.narrow(entry.dim, request, 1)
         return t if t.dtype is entry.unit else t.view(entry.unit)
 
     def _check(self, entry: _Entry, value: Rows | Whole, request: int, n: int) -> None:
         t, mine = value.tensor, entry.tensor
-        if isinstance(value, Rows) is not entry.rows:
+        if isinstance(value, Rows) is not bool(entry.rows):
             raise self._refuse(
                 request, f"says that {entry.name} is {type(value).__name__}, and the scratch cache says otherwise"
             )
@@ -175,7 +176,7 @@ class CopyOut:
                 raise self._refuse(
                     request, f"has {entry.name} of shape {shape}, and the scratch cache {tuple(mine.shape)}"
                 )
-            if shape[dim] < n:
+            if shape[dim] < n // entry.rows:
                 raise self._refuse(request, f"has room for {shape[dim]} rows in {entry.name}, and the prompt has {n}")
         elif shape != tuple(mine.shape) if self._requests == 1 else shape not in (entry.other, _with_one(entry)):
             raise self._refuse(request, f"has {entry.name} of shape {shape}, and the scratch cache {tuple(mine.shape)}")
@@ -192,13 +193,13 @@ def _entry(key: str, value: Rows | Whole, bucket: int, requests: int, name: str)
         raise UsageError(
             f"{name}: trunk.state()[{key!r}] is a {type(value).__qualname__}; say segue.Rows(t) or segue.Whole(t)"
         )
-    t, rows = value.tensor, isinstance(value, Rows)
+    t, rows = value.tensor, value.tokens if isinstance(value, Rows) else 0
     if not t.dim() or not -t.dim() <= value.dim < t.dim():
         if rows or requests > 1:
             raise UsageError(f"{name}: trunk.state()[{key!r}] has shape {tuple(t.shape)}, and no dimension {value.dim}")
-        return _Entry(key, False, 0, t, (), t.dtype)
+        return _Entry(key, 0, 0, t, (), t.dtype)
     dim = value.dim % t.dim()
-    if rows and t.shape[dim] < bucket:
+    if rows and t.shape[dim] < bucket // rows:
         raise UsageError(
             f"{name}: trunk.state()[{key!r}] has {t.shape[dim]} rows along dimension {dim} of {tuple(t.shape)}, and "
             f"new_cache({bucket}, {requests}) was asked for {bucket}"

@@ -37,6 +37,11 @@ class PrimeStrategy:
         x: the input that has the embedded tokens [tokens, D], padded with zeros.
         requests: the most prompts in a call.
         cuts: as for :class:`~segue.PrimeGraph`; measured at the first capture and kept for the others.
+        name: by which counters and decisions know it.
+        numbers: gives one whole number for each token of a context, int64 [tokens]. The trunk's forward gets them as a fourth
+            argument [rows], in which the rows past the real ones hold whatever an earlier call left.
+        beside: another prime strategy, for a trunk of the same model. All that fill its scratch cache share what is found out
+            about the model: the quickest cuts, and what decides what it computes.
         most_rows: the largest bucket. A trunk with ``part()`` makes one scratch cache of so many rows, and the graphs of all
             buckets fill that; by default it is made anew for a bucket larger than those before.
     """
@@ -51,8 +56,13 @@ class PrimeStrategy:
         requests: int = 1,
         cuts: Sequence[int] | None = None,
         most_rows: int = 0,
+        *,
+        name: str = "prime",
+        numbers: Callable[[Any], Tensor] | None = None,
+        beside: PrimeStrategy | None = None,
     ) -> None:
-        self.trunk, self.requests, self.cuts = trunk, requests, cuts
+        self.trunk, self.requests, self.cuts, self.name = trunk, requests, cuts, name
+        self._numbers, self._beside = numbers, beside
         self._fresh, self._x, self._most_rows = fresh, x, most_rows
         self._programs: weakref.WeakSet[_PrimeProgram] = weakref.WeakSet()
         self._marked: int | None = None  # marks of the forward, which its warm-up has counted
@@ -73,6 +83,8 @@ class PrimeStrategy:
     def new_scratch(self, rows: int) -> tuple[Any, Any]:
         """A scratch cache for a graph of ``rows`` rows, and the larger one that it is a part of, which must be kept alive with it
         (None where it is no part)."""
+        if self._beside is not None:
+            return self._beside.new_scratch(rows)
         part = getattr(self.trunk, "part", None)
         with torch.inference_mode(False):
             if part is None:
@@ -107,6 +119,8 @@ class PrimeStrategy:
         prompts = self._begin(forward)
         if state.made is not None:
             state.made.comes_from_input(forward.offsets.cu_seqlens, "an input of that run")
+            if forward.numbers is not None:
+                state.made.comes_from_input(forward.numbers, "an input of that run")
         marks.begin()
         (hidden,) = forward.forward()
         self._marked = marks.end()
@@ -118,9 +132,10 @@ class PrimeStrategy:
         """Record the trunk at the bucket's shape, on this call's prompts, and fill their sessions."""
         x = job.inputs[self._x]
         scratch, kept = self.new_scratch(x.shape[0])
-        if self._places is None or self._places.decisions.changed() is not None:
-            self._places = places_of(self.trunk)
-        forward = self._forward(x, scratch, f"{job.name}, prime", job.remedy)
+        first = self._beside or self
+        if first._places is None or first._places.decisions.changed() is not None:
+            first._places = places_of(first.trunk)
+        forward = self._forward(x, scratch, f"{job.name}, {self.name}", job.remedy)
         prompts = self._begin(forward, job.ctx)
 
         def at_end(results: Results) -> Callable[[], object]:
@@ -132,9 +147,9 @@ class PrimeStrategy:
 
             return finished
 
-        forward.capture(self.cuts, job.pool, job.stream, at_end, self._marked)
+        forward.capture(first.cuts, job.pool, job.stream, at_end, self._marked)
         if forward.measured:
-            self.cuts = forward.cuts
+            first.cuts = forward.cuts
         program = _PrimeProgram(self, forward, job.tokens, kept)
         self._programs.add(program)
         return program
@@ -169,12 +184,21 @@ class PrimeStrategy:
         rows = x.shape[0]
         copies = CopyOut(self.trunk.state(scratch), rows, self.requests, name)
         offsets = Offsets(rows, self.requests, x.device)
-        return ScratchForward(self.trunk, scratch, copies, x, offsets, name, places=self._places, remedy=remedy)
+        numbers = None
+        if self._numbers is not None:
+            with torch.inference_mode(False):
+                numbers = torch.zeros(rows, dtype=torch.int64, device=x.device)
+        places = (self._beside or self)._places
+        return ScratchForward(self.trunk, scratch, copies, x, offsets, name, places=places, remedy=remedy, numbers=numbers)
 
     def _begin(self, forward: ScratchForward, ctx: Any = None) -> Prompts:
-        """Write where the prompts of ``ctx``, by default the live context, begin. Returns the prompts."""
-        prompts = self.prompts(current_forward_ctx() if ctx is None else ctx)
+        """Write where the prompts of ``ctx``, by default the live context, begin, and its numbers. Returns the prompts."""
+        ctx = current_forward_ctx() if ctx is None else ctx
+        prompts = self.prompts(ctx)
         forward.offsets.fill(packed_offsets([n for n, _ in prompts], self.requests))
+        if forward.numbers is not None and self._numbers is not None:
+            numbers = self._numbers(ctx)
+            forward.numbers.narrow(0, 0, numbers.shape[0]).copy_(numbers)
         return prompts
 
 

@@ -36,8 +36,8 @@ AtEnd = Callable[[Results], Callable[[], object]]
 class Prime:
     """What a prime graph alone fills, by name: errors call it ``Prime.scratch.kv``."""
 
-    def __init__(self, scratch: Any, x: Tensor, cu_seqlens: Tensor) -> None:
-        self.scratch, self.x, self.cu_seqlens = scratch, x, cu_seqlens
+    def __init__(self, scratch: Any, x: Tensor, cu_seqlens: Tensor, numbers: Tensor | None) -> None:
+        self.scratch, self.x, self.cu_seqlens, self.numbers = scratch, x, cu_seqlens, numbers
 
 
 def places_of(trunk: Trunk) -> Places:
@@ -52,6 +52,7 @@ class ScratchForward:
         scratch: a cache of the trunk's for at least the rows of ``x``.
         copies: the copies out of ``scratch``.
         x: the embedded tokens [rows, D], zero past the real ones.
+        numbers: what the trunk's forward gets as its fourth argument, int64 [rows]; None for a trunk that takes three.
         offsets: where each request's rows begin.
         name: what errors call it.
         places: the names that ``trunk`` reaches. ``remedy``: what errors about something that has changed tell the user to do.
@@ -74,9 +75,10 @@ class ScratchForward:
         places: Places | None = None,
         remedy: str = "capture again",
         with_head: bool = False,
+        numbers: Tensor | None = None,
     ) -> None:
         self.trunk, self.scratch, self.copies, self.x, self.offsets, self.name = trunk, scratch, copies, x, offsets, name
-        self._with_head, self._places, self._remedy = with_head, places, remedy
+        self._with_head, self._places, self._remedy, self.numbers = with_head, places, remedy, numbers
         self.cuts: Pattern = ()
         self.measured: dict[Pattern, float] = {}
         self.seconds = 0.0
@@ -88,6 +90,8 @@ class ScratchForward:
         cu_seqlens = self.offsets.cu_seqlens
         if self._with_head:
             return logits_and_last(self.trunk, self.x, cu_seqlens, self.scratch, self.name)
+        if self.numbers is not None:
+            return (self.trunk.forward(self.x, cu_seqlens, self.scratch, self.numbers),)  # type: ignore[call-arg]
         return (self.trunk.forward(self.x, cu_seqlens, self.scratch),)
 
     def run(self) -> Results:
@@ -115,7 +119,7 @@ class ScratchForward:
             marked = self._warm_up(pool, stream)
             self.offsets.check(self.name)
         root = self._places or places_of(self.trunk)  # one walk for all recordings
-        own = Prime(self.scratch, self.x, self.offsets.cu_seqlens)
+        own = Prime(self.scratch, self.x, self.offsets.cu_seqlens, self.numbers)
         results: dict[BreakableCapture, Results] = {}
 
         def record(pattern: Pattern, at_end: AtEnd | None = None) -> BreakableCapture:
@@ -191,9 +195,10 @@ class ScratchForward:
         collect_garbage()
         with one_capture, pool.turn(), pool.device.on_capture_stream(pool, stream), torch.inference_mode():
             marks.begin()
-            with Allocations([self.x, self.offsets.cu_seqlens]) as made:
+            fixed = [self.x, self.offsets.cu_seqlens, *([] if self.numbers is None else [self.numbers])]
+            with Allocations(fixed) as made:
                 self.run()
-            made.keep(but=[self.x, self.offsets.cu_seqlens])
+            made.keep(but=fixed)
             return marks.end()
 
     def _record(self, capture: BreakableCapture, cuts: Pattern, at_end: AtEnd | None) -> Results:

@@ -15,11 +15,13 @@ class Rows:
 
     In a scratch cache the prompts of all requests lie one after the other, as in ``x``. Of a request with ``n`` tokens
     exactly its own ``n`` rows are copied, to the first ``n`` of its session, whose tensor may be of another length.
+    ``tokens``: of one row, where a request is a batch of so many sequences side by side, each with a token in every row.
     Copies are quickest where one tensor holds all layers, or where ``dim`` is the outermost.
     """
 
     tensor: Tensor
     dim: int = 0
+    tokens: int = 1
 
 
 @dataclass(frozen=True, eq=False)

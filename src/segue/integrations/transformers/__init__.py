@@ -48,9 +48,9 @@ def accelerate(
             compared with the untouched model in short conversations.
         max_tokens: the most tokens of *one forward* (batch times padded length), not of the text generated. Longer
             forwards run untouched.
-        strategy: ``"auto"``: single fresh prompts as prime graphs where the model allows it, everything else breakable;
-            the handle's ``stats`` count both. ``"prime"``: the same, but a model without prime graphs is refused.
-            ``"breakable"``: no prime graphs.
+        strategy: ``"auto"``: fresh prompts as prime graphs where the model allows it, single ones and batches of up to 32, and
+            everything else breakable; the handle's ``stats`` count both. ``"prime"``: the same, but a model without prime
+            graphs is refused. ``"breakable"``: no prime graphs.
         compile: whether the decoder's layers and final norm are compiled, once for all lengths, before they are captured. Fused
             kernels round differently, so in bfloat16 long greedy texts may part from the untouched model's; replays equal
             ``handle.reference()``, which runs the compiled layers, bit for bit. The untouched model is never compiled.

@@ -94,7 +94,8 @@ class LiveContext:
     implementation: AttentionName
     live: dict[str, Any]  # arguments that the model's own attention would get, as this call has them
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)  # the caller's mode
-    fresh: bool = False  # one prompt for an empty cache, as a prime graph takes it
+    prime: str | None = None  # the strategy whose graphs take it, as prompts for an empty cache
+    numbers: Tensor | None = None  # what that strategy's trunk gets of each token
     reached: list[int] | None = None  # layers whose attention got here, for the probe
     calls: Sequence[dict[str, Any]] | None = None  # what each layer is given, by name, where that was seen
     returned: dict[Any, Any] = field(default_factory=dict)  # by breaks, for breaks after them
@@ -183,7 +184,7 @@ def _attend(
     if forward.reached is not None:
         forward.reached.append(layer)
     if forward.batch != 1:
-        query, key, value = (_batched(t, forward.batch, forward.length) for t in (query, key, value))
+        query, key, value = (batched(t, forward.batch, forward.length) for t in (query, key, value))
     mask = forward.masks[layer]
     if forward.cache is not None:
         init_layer(forward.cache, layer, key, value)
@@ -194,7 +195,7 @@ def _attend(
     return out if forward.batch == 1 else out.reshape(1, forward.batch * forward.length, *out.shape[2:])
 
 
-def _batched(t: Tensor, batch: int, length: int) -> Tensor:
+def batched(t: Tensor, batch: int, length: int) -> Tensor:
     """[1, H, B*T, D] as a [B, H, T, D] view, strided as an eager forward's is."""
     return t.view(t.shape[1], batch, length, t.shape[3]).transpose(0, 1)
 

@@ -30,6 +30,7 @@ from segue.integrations.transformers.default_buckets import buckets_or_default
 from segue.integrations.transformers.first_token_server import FirstTokenServer, NoFirstToken
 from segue.integrations.transformers.layer_calls import NotSeen
 from segue.integrations.transformers.module_breaks import ModuleBreaks
+from segue.integrations.transformers.prime_admission import FreshBatch
 from segue.integrations.transformers.prime_first_token import asks_for_one_row, has_own_forward
 from segue.integrations.transformers.prime_ladder import capture_primes
 from segue.integrations.transformers.prime_trunk import not_causal
@@ -93,14 +94,15 @@ class Accelerated(ProvenHandle):
         self._retry = on_failure == "eager"
         AttentionInterface.register(NAME, attention_forward)
         self._why_not: dict[str, str] = {}  # strategies that this model can't have
-        self._prime: PrimeStrategy | None = None
+        self._primes: list[PrimeStrategy] = []  # for single prompts, and then for batches
+        self._batches: set[Decision] = set()  # by which batches of fresh prompts were served
         self._asked_device = self._device if device is None else device
         self._refuse_elsewhere(resolve(self._asked_device).torch_device, self._device)
         self._find_out()
         self._accept_caller_modes()
         self._strategy = CountedBreakable({})
         ladder = buckets_or_default(buckets, max_tokens, self._compiled is not None)
-        self._prime = self._prime_strategy(strategy, ladder.max)
+        self._primes = self._prime_strategies(strategy, ladder.max)
         runner = GraphRunner(
             self._body,
             inputs=self._inputs(),
@@ -108,10 +110,11 @@ class Accelerated(ProvenHandle):
             capture_ctx=self._capture_context,
             on_failure=on_failure,
             device=self._asked_device,
-            strategies=[*([self._prime] if self._prime else []), self._strategy],
+            strategies=[*self._primes, self._strategy],
+            max_variants=max(4, 1 + len(self._primes)),
         )
         self._run_by(runner, self._device)
-        if self._prime is not None and self._may_serve_model and len(self._patches) == 1:
+        if self._primes and self._may_serve_model and len(self._patches) == 1:
             self._patches = [*self._patches, ForwardPatch(model, self._serve_model)]
         self._first_tokens = self._first_token_server(runner)
 
@@ -136,8 +139,8 @@ class Accelerated(ProvenHandle):
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the scratch caches that prime graphs fill, beside the graphs' own memory."""
-        first = None if self._first_tokens is None else self._first_tokens.graphs
-        return sum(part.scratch_bytes for part in (self._prime, first) if part is not None)
+        first = 0 if self._first_tokens is None else self._first_tokens.graphs.scratch_bytes
+        return first + max((prime.scratch_bytes for prime in self._primes), default=0)  # they fill the same one
 
     def capture(self) -> CaptureSummary:
         """Capture the whole ladder now, largest bucket first, instead of each bucket at its second call.
@@ -211,8 +214,8 @@ class Accelerated(ProvenHandle):
         return same and _torch_modes.ATTENTION.read() == self._backends
 
     def _any_captured(self) -> bool:
-        first, prime = self._first_tokens, self._prime
-        return bool(self._strategy.captured or (prime and prime.captured) or (first and first.graphs.captured))
+        first = self._first_tokens
+        return bool(self._strategy.captured or any(p.captured for p in self._primes) or (first and first.graphs.captured))
 
     def _serve_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._reader.read(args, kwargs)
@@ -279,7 +282,7 @@ class Accelerated(ProvenHandle):
 
     def _first_token_server(self, runner: GraphRunner) -> FirstTokenServer | None:
         """Where prime serves the model and its head is plain: from ids to logits."""
-        if self._prime is None or not self._may_serve_model:
+        if not self._primes or not self._may_serve_model:
             self._why_not["first token"] = "it takes prime graphs, and transformers' own forward around the decoder"
             return None
         model, patch = self._model, self._patches[0]
@@ -307,18 +310,26 @@ class Accelerated(ProvenHandle):
         embeds = call.embeds if call.embeds is not None else decoder.get_input_embeddings()(call.input_ids)
         cache = names.new_cache(decoder.config) if call.use_cache and call.cache is None else call.cache
         positions = call.positions(cache, embeds.device)
+        batch, fresh = call.batch, self._fresh_batch(call, cache)
+        if fresh is not None:
+            call, embeds, positions = fresh.filled(call, embeds, positions)
         ctx = self._context(call, embeds, cache, positions, reached)
+        if fresh is not None:
+            fresh.mark(ctx, positions, call.attention_mask)
         x = embeds.reshape(call.tokens, embeds.shape[-1])
         self._refuse_gradients(x)
         flat = positions.expand(call.batch, call.length).reshape(call.tokens).long()
         if run is None:
             assert decision is not None
-            if ctx.fresh:
-                decision = Decision(decision.bucket, PrimeStrategy.name, decision.reason)
+            if ctx.prime is not None:
+                decision = Decision(decision.bucket, ctx.prime, decision.reason) if fresh is None else fresh.decision
             hidden = self._runner(x, flat, ctx=ctx, decision=decision)
         else:
             hidden = run(x, flat, ctx=ctx)
         hidden = hidden.view(call.batch, call.length, -1)
+        if call.batch > batch:
+            hidden = hidden[:batch]
+            prime_admission.drop_sequences(cache, batch)
         out = self._output(last_hidden_state=hidden, **{self._reader.cache_name: cache if call.use_cache else None})
         return out if call.return_dict else out.to_tuple()
 
@@ -338,9 +349,20 @@ class Accelerated(ProvenHandle):
         masked = call.attention_mask is not None
         kept = self._implementation
         ctx = LiveContext(call.batch, call.length, cache, make_masks, masked, function, kept, live, reached=reached)
-        prime = self._prime is not None and not self._here.without_prime and self._attention_as_captured(function)
-        ctx.fresh = prime and prime_admission.is_fresh(ctx, call.position_ids, self._parts)
+        prime = call.batch == 1 and bool(self._primes) and not self._here.without_prime
+        if prime and self._attention_as_captured(function) and prime_admission.is_fresh(ctx, call.position_ids, self._parts):
+            ctx.prime = PrimeStrategy.name
         return ctx
+
+    def _fresh_batch(self, call: DecoderCall, cache: Any) -> FreshBatch | None:
+        """How prime takes a call that is a batch of fresh prompts; None if it takes no such call."""
+        if call.batch == 1 or len(self._primes) < 2 or self._here.without_prime:
+            return None
+        if not prime_admission.is_empty(cache, self._layers):  # most calls are steps of decoding, and end here
+            return None
+        if not self._attention_as_captured() or self._implementation.name != "sdpa" or not_causal(self._parts) is not None:
+            return None
+        return FreshBatch.of(call, self._runner, self._batches)
 
     def _compile(self) -> None:
         """Compile the layers, if that is due, by a forward of their own. It has no cache, so it leaves nothing."""
@@ -366,15 +388,17 @@ class Accelerated(ProvenHandle):
         Where the model's own forward is served too, its graphs are captured, from ids to one row of logits. Those of the decoder
         alone then wait for somebody who asks for more rows.
         """
-        first, prime, runner = self._first_tokens, self._prime, self._runner
+        first, primes, runner = self._first_tokens, self._primes, self._runner
         if runner.disabled:
             return None
         if first is not None:
             graphs = first.graphs
             return capture_primes(graphs, runner, graphs.order(), graphs.capture, self._device)
-        if prime is not None:
+        if primes:
             buckets = sorted(runner.ladder, reverse=True)
-            return capture_primes(prime, runner, buckets, lambda bucket: self._capture_prime(prime, bucket, x), self._device)
+            return capture_primes(
+                primes[0], runner, buckets, lambda bucket: self._capture_prime(primes[0], bucket, x), self._device
+            )
         return None
 
     def _capture_prime(self, prime: PrimeStrategy, bucket: int, x: Tensor) -> None:
@@ -395,21 +419,24 @@ class Accelerated(ProvenHandle):
         positions = call.positions(cache, self._device)
         return self._context(call, weight.detach()[:1].expand(bucket, -1)[None], cache, positions)
 
-    def _prime_strategy(self, strategy: str, rows: int) -> PrimeStrategy | None:
-        """The strategy for fresh prompts; None where none was asked for, or ``"auto"`` meets a model without prime graphs."""
+    def _prime_strategies(self, strategy: str, rows: int) -> list[PrimeStrategy]:
+        """The strategies for fresh prompts; none where none was asked for, or ``"auto"`` meets a model without prime graphs."""
         if strategy == "breakable":
             self._why_not["prime"] = 'strategy="breakable" was asked for'
-            return None
+            return []
         if self._breaks.modules and strategy == "auto":
             self._why_not["prime"] = f"a prime graph has no breaks, and {type(self._breaks.modules[0]).__name__} is one"
-            return None
+            return []
         try:
-            return prime_admission.strategy(self._model, self._parts, self._forward, rows, self._compiled)
+            found, without_batches = prime_admission.strategies(self._model, self._parts, self._forward, rows, self._compiled)
         except UsageError as e:
             if strategy == "prime":
                 raise
             self._why_not["prime"] = str(e)
-            return None
+            return []
+        if without_batches is not None:
+            self._why_not["prime, batches"] = without_batches
+        return found
 
     def _find_out(self) -> None:
         """Set up how this decoder is run, and prove it.

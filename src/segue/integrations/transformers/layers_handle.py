@@ -31,6 +31,7 @@ from segue.integrations.transformers.layer_calls import (
 from segue.integrations.transformers.layers_body import LayersBody, pad_of
 from segue.integrations.transformers.module_breaks import MixerBreak, Recorder
 from segue.integrations.transformers.probe import PROMPT, encoder_states, prompt
+from segue.prime.prime_strategy import PrimeStrategy
 from segue.runner import Decision, Input
 
 log = logging.getLogger("segue")
@@ -164,8 +165,9 @@ class AcceleratedLayers(Accelerated):
         """What runs live before, between and after the graphs, in words."""
         return ("the forward around the layers", *self._live_modules())
 
-    def _prime_strategy(self, strategy: str, rows: int) -> None:
+    def _prime_strategies(self, strategy: str, rows: int) -> list[PrimeStrategy]:
         self._why_not["prime"] = "its forward runs live around its layers, and a prime graph holds a whole one"
+        return []
 
     def _layers_to_run(self) -> int:
         return self._layers  # a forward that calls fewer is found out by its stubs

@@ -58,9 +58,9 @@ class TokenTrunk(ModelTrunk):
         """Free the scratch cache, once no graph fills it any more."""
         self._largest = None
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any, numbers: Tensor | None = None) -> Tensor:
         """Ids [rows, 1] to [rows, D]."""
-        return super().forward(super().embed(x.squeeze(1)), cu_seqlens, cache)
+        return super().forward(super().embed(x.squeeze(1)), cu_seqlens, cache, numbers)
 
     @property
     def scratch_bytes(self) -> int:

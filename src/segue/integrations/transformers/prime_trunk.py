@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -13,7 +14,7 @@ from torch import Tensor
 from segue import _torch
 from segue.errors import InputError, UsageError
 from segue.integrations.transformers import checks, names
-from segue.integrations.transformers.attention import NAME, AttentionName, attention_forward, attention_goes_to
+from segue.integrations.transformers.attention import NAME, AttentionName, attention_forward, attention_goes_to, batched
 from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.decoder_parts import DecoderParts
 from segue.prime import Rows, cut_here
@@ -23,10 +24,11 @@ _OWN = ("sdpa", "eager")
 
 
 class _Running:
-    """What attention needs of the forward that is running. ``kv``: keys and values of each layer [2 * layers, Hkv, rows, D]."""
+    """What attention needs of the forward that is running. ``kv``: keys and values of each layer [2 * layers, Hkv, rows, D].
+    ``sequences``: as a batch of how many the tokens meet."""
 
-    def __init__(self, kv: Tensor, attention: Callable[..., Any], mask: Tensor | None) -> None:
-        self.attention, self.mask, self._kv = attention, mask, kv
+    def __init__(self, kv: Tensor, attention: Callable[..., Any], mask: Tensor | None, sequences: int) -> None:
+        self.attention, self.mask, self._kv, self._sequences = attention, mask, kv, sequences
         self._to: list[Tensor] = []
         self._kept: list[Tensor] = []
 
@@ -46,7 +48,11 @@ class _Running:
         if layer:
             cut_here()
         self.keep(layer, key, value)
-        return self.attention(module, query, key, value, self.mask, **options)[0], None
+        count, tokens = self._sequences, query.shape[2]
+        if count > 1:
+            query, key, value = (batched(t, count, tokens // count) for t in (query, key, value))
+        out: Tensor = self.attention(module, query, key, value, self.mask, **options)[0]
+        return out.reshape(1, tokens, *out.shape[2:]), None
 
     def flush(self) -> None:
         """Do the copies that are due."""
@@ -58,8 +64,8 @@ class _Running:
 class ModelTrunk:
     """A trunk for the families that :func:`segue.accelerate` serves, with full attention in every layer.
 
-    A session is a fresh ``DynamicCache``. After a run its keys and values of all layers lie in one block [2 * layers, Hkv,
-    n, D], filled by one copy, which goes when the cache has grown.
+    A session is a fresh ``DynamicCache``. After a run its keys and values of all layers lie in one block [2 * layers, B, Hkv,
+    T, D], filled by one copy, which goes when the cache has grown. ``B`` is 1, but for the trunks of :meth:`for_batches`.
 
     Args:
         model: a ``PreTrainedModel`` with a language-model head, in eval mode, on one device.
@@ -83,6 +89,7 @@ class ModelTrunk:
         from transformers import AttentionInterface
 
         self.model, self._layers = model, layers
+        self._sequences, self._padded = 1, False
         self._accelerated = parts is not None
         if parts is None:
             parts = checks.parts_of(model)
@@ -109,6 +116,17 @@ class ModelTrunk:
         """Modules whose calls no graph holds: whoever listens to them is heard at a replay too."""
         ends = (self._decoder.get_input_embeddings(), *((self.model.get_output_embeddings(),) if self._accelerated else ()))
         return (self.model, self._decoder, *ends)
+
+    def for_batches(self, sequences: int, padded: bool) -> ModelTrunk:
+        """A trunk of the same model for batches of so many prompts of one length, whose forward has a fourth argument. Its
+        scratch caches may be parts of this one's.
+
+        One request is a batch [B, T], one row after the other, and its session the cache of all. ``padded``: of some tokens the
+        numbers say that they are padding, which nobody attends to.
+        """
+        other = copy.copy(self)
+        other._sequences, other._padded = sequences, padded
+        return other
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Ids [n] to [n, D].
@@ -142,20 +160,46 @@ class ModelTrunk:
     def reset(self, cache: Any) -> None:
         """Nothing: the forward reads no row that it hasn't written."""
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any, numbers: Tensor | None = None) -> Tensor:
         """[rows, D] to [rows, D] by the decoder's own forward, keys and values into ``cache``.
+
+        Args:
+            numbers: of a batch: what :func:`place_numbers` made of the tokens' positions, [rows].
 
         Raises:
             UsageError: attention is not causal, and padded rows would reach real ones.
         """
         self._check_causal()
         rows = torch.arange(x.shape[0], device=x.device)
+        if numbers is not None:
+            return self._forward_batch(x, rows, cu_seqlens, cache, numbers)
         if cu_seqlens.shape[0] == 2:
-            positions, request = rows, None
+            positions, mask = rows, None
         else:
             request = (rows[:, None] >= cu_seqlens[1:]).sum(1)
             positions = rows - cu_seqlens[request]
-        with self._running(self._blocks[cache], rows, request, x.dtype):
+            mask = (rows[:, None] >= rows) & (request[:, None] == request)
+        return self._run(x, positions, None if mask is None else mask[None, None], cache)
+
+    def _forward_batch(self, x: Tensor, rows: Tensor, cu_seqlens: Tensor, cache: Any, numbers: Tensor) -> Tensor:
+        """The same for a batch [B, T] of which nothing but ``B`` is known to the graph.
+
+        In the graph the batch is [B, steps], as many as the rows allow. So each sequence has padding behind it, which causal
+        attention keeps from its tokens; and without a mask the quickest kernels serve.
+        """
+        count = self._sequences
+        steps, length = len(rows) // count, (cu_seqlens[-1] // count).clamp(min=1)
+        at = rows[: count * steps]
+        from_row = (at // steps * length + at % steps).clamp(max=len(rows) - 1)
+        to_row = (rows // length).clamp(max=count - 1) * steps + (rows % length).clamp(max=steps - 1)
+        numbers = numbers[from_row]
+        mask = None
+        if self._padded:
+            mask = (at[:steps, None] >= at[:steps]) & (numbers & 1).bool().view(count, 1, 1, steps)
+        return self._run(x[from_row], numbers >> 1, mask, cache)[to_row]
+
+    def _run(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+        with self._running(self._blocks[cache], mask, x):
             out = self._forward(
                 inputs_embeds=x[None],
                 position_ids=positions[None],
@@ -170,8 +214,12 @@ class ModelTrunk:
         return self.model.get_output_embeddings()(last)  # type: ignore[no-any-return]
 
     def state(self, cache: Any) -> Mapping[str, Rows]:
-        """Keys and values of all layers, one row a token along dimension 2."""
-        return {"keys and values": Rows(self._blocks[cache], dim=2)}
+        """Keys and values of all layers [2 * layers, B, Hkv, T, D]."""
+        block, count = self._blocks[cache], self._sequences
+        if block.dim() == 4:  # a scratch cache, of any number of sequences
+            steps = block.shape[2] // count
+            block = block.narrow(2, 0, count * steps).unflatten(2, (count, steps)).transpose(1, 2)
+        return {"keys and values": Rows(block, dim=3, tokens=count)}
 
     def reserve(self, session: Any, n: int) -> None:
         """Memory for ``n`` tokens, kept beside the session until :meth:`set_length`.
@@ -186,7 +234,7 @@ class ModelTrunk:
                 f"a session with {what} is of another model: {type(self.model).__name__} has {len(self._parts.layers)} "
                 "layers of full attention. Give a fresh DynamicCache(config=model.config)"
             )
-        self._blocks[session] = self._block(n)
+        self._blocks[session] = self._block(n // self._sequences)
 
     def get_length(self, session: Any) -> int:
         """Tokens in the cache."""
@@ -204,13 +252,14 @@ class ModelTrunk:
     def _block(self, rows: int, tokens_first: bool = False) -> Tensor:
         count, heads, size = self._shape
         dtype = self._decoder.get_input_embeddings().weight.dtype
-        shape = (count, rows, heads, size) if tokens_first else (count, heads, rows, size)
+        shape = (count, rows, heads, size) if tokens_first else (count, self._sequences, heads, rows, size)
         block = torch.empty(shape, dtype=dtype, device=self._device)
         return block.transpose(1, 2) if tokens_first else block
 
     def _attach(self, cache: Any, block: Tensor) -> None:
         # As in an eager cache these are no views to autograd, each has a version of its own; and views take longer.
-        parts = block.unsafe_split_with_sizes([1] * len(block))
+        each = block.shape[1] if block.dim() == 5 else 1
+        parts = block.flatten(0, -4).unsafe_split_with_sizes([each] * len(block))
         layers, dtype, device = cache.layers, block.dtype, block.device
         while 2 * len(layers) < len(parts):
             layers.append(names.full_cache_layer()())
@@ -218,23 +267,22 @@ class ModelTrunk:
             layer.keys, layer.values, layer.dtype, layer.device, layer.is_initialized = keys, values, dtype, device, True
 
     @contextmanager
-    def _running(self, kv: Tensor, rows: Tensor, request: Tensor | None, dtype: torch.dtype) -> Iterator[None]:
-        """Attention goes to :meth:`_Running.attend` and finds the cache, while the decoder's forward runs."""
+    def _running(self, kv: Tensor, mask: Tensor | None, x: Tensor) -> Iterator[None]:
+        """Attention goes to :meth:`_Running.attend` and finds the cache, while the decoder's forward runs on ``x``.
+
+        ``mask``: which keys each query sees, [1 or B, 1, T, T]; None: all before it.
+        """
         own = self._implementation.name
         if own not in _OWN:
             raise UsageError(
                 f"{type(self.model).__name__} computes attention by {own!r}, which a prime graph can't give packed or "
                 f"causal rows without reading the host. Use one of {_OWN}: model.set_attn_implementation('sdpa')"
             )
-        mask = None
-        if request is not None or own == "eager":
-            mask = rows[:, None] >= rows
-            mask = mask if request is None else mask & (request[:, None] == request)
-            if own == "eager":
-                least = torch.finfo(dtype).min
-                mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, least)
-            mask = mask[None, None]
-        running = _Running(kv, names.attention_function(self._attention, own), mask)
+        if own == "eager":
+            if mask is None:
+                mask = x.new_ones(1, 1, *[len(x) // self._sequences] * 2, dtype=torch.bool).tril()
+            mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, torch.finfo(x.dtype).min)
+        running = _Running(kv, names.attention_function(self._attention, own), mask, self._sequences)
         layers = nullcontext() if self._layers is None else self._layers.active()
         with self._implementation.segue(), layers, attention_goes_to(running.attend):
             yield
@@ -271,6 +319,11 @@ class ModelTrunk:
                 f"{type(self.model).__name__} has layers whose cache is a {type(strange).__name__}: it forgets tokens, and a "
                 'prime graph fills caches that keep them all. Use strategy="breakable"'
             )
+
+
+def place_numbers(positions: Tensor, real: Tensor | None) -> Tensor:
+    """One number for each token of a batch: its position, and whether it is real. ``positions`` and ``real`` are [B, T]."""
+    return (positions.long() * 2 + (1 if real is None else real.long())).reshape(-1)
 
 
 def not_causal(parts: DecoderParts) -> str | None:
