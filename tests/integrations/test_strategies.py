@@ -88,3 +88,17 @@ def test_strategies_can_be_chosen(device: Device) -> None:
         assert graphed.stats.strategies == {"breakable": 1}
     with pytest.raises(segue.SegueError, match="DynamicSlidingWindowLayer: it forgets tokens"):
         accelerate(sliding, max_tokens=32, strategy="prime", device=device)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_hook_is_heard_where_only_breakable_has_the_bucket(batch: int, device: Device) -> None:
+    model = build("llama", device.torch_device)
+    ids = _prompt(8, model).expand(batch, -1)
+    heard: list[int] = []
+    with accelerate(model, max_tokens=32, device=device) as graphed, torch.no_grad():
+        for _ in range(3):
+            model(ids, use_cache=False)
+        model.model.layers[1].register_forward_hook(lambda module, args, out: heard.append(1))
+        for _ in range(4):
+            model(ids, use_cache=True)
+        assert len(heard) == 4 and graphed.stats.strategies == {"breakable": 1}

@@ -323,6 +323,7 @@ class Accelerated(ProvenHandle):
             assert decision is not None
             if ctx.prime is not None:
                 decision = Decision(decision.bucket, ctx.prime, decision.reason) if fresh is None else fresh.decision
+                self._refuse_changes(decision)
             hidden = self._runner(x, flat, ctx=ctx, decision=decision)
         else:
             hidden = run(x, flat, ctx=ctx)
@@ -353,6 +354,12 @@ class Accelerated(ProvenHandle):
         if prime and self._attention_as_captured(function) and prime_admission.is_fresh(ctx, call.position_ids, self._parts):
             ctx.prime = PrimeStrategy.name
         return ctx
+
+    def _refuse_changes(self, decision: Decision) -> None:
+        """Raise RunsUntouched if a prime graph is to be made of what has changed since the breakable ones were."""
+        captured = any(p.name == decision.strategy and decision.bucket in p.captured for p in self._primes)
+        if not captured and (changed := self._changed()) is not None:
+            raise RunsUntouched(changed)
 
     def _fresh_batch(self, call: DecoderCall, cache: Any) -> FreshBatch | None:
         """How prime takes a call that is a batch of fresh prompts; None if it takes no such call."""
