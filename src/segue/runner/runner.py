@@ -267,6 +267,12 @@ class GraphRunner:
             self._settle((*args, *kwargs.values()))
         return self.capture(*args, ctx=ctx, **kwargs) if args or kwargs else None
 
+    def count_in(self, counters: Counters) -> None:
+        """Count in ``counters`` from now on, before anything was called: two runners of one thing have one count."""
+        self._counters = counters
+        if self._buckets is not None:
+            self._buckets.recorder.counters = counters
+
     def close(self) -> None:
         """Drop every graph; further calls raise. Memory goes back when no other graph shares the pool. May be called
         twice.

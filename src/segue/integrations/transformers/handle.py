@@ -23,15 +23,17 @@ from segue.integrations.transformers.argument_names import ArgumentNames
 from segue.integrations.transformers.attention import NAME, AttentionName, LiveContext, attention_forward
 from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.counted_captures import CountedBreakable
+from segue.integrations.transformers.decode_server import DecodeServer, NoDecode
 from segue.integrations.transformers.decoder_calls import DecoderCall, DecoderCallReader
 from segue.integrations.transformers.decoder_forward import Body, ForwardPatch, own_forward
 from segue.integrations.transformers.decoder_parts import DecoderParts
 from segue.integrations.transformers.default_buckets import buckets_or_default
-from segue.integrations.transformers.first_token_server import FirstTokenServer, NoFirstToken
+from segue.integrations.transformers.first_token_server import FirstTokenServer
 from segue.integrations.transformers.layer_calls import NotSeen
 from segue.integrations.transformers.module_breaks import ModuleBreaks
+from segue.integrations.transformers.plain_head import NoPlainHead, PlainHead
 from segue.integrations.transformers.prime_admission import FreshBatch
-from segue.integrations.transformers.prime_first_token import asks_for_one_row, has_own_forward
+from segue.integrations.transformers.prime_first_token import asks_for_one_row, has_own_forward, is_first_token, is_step
 from segue.integrations.transformers.prime_ladder import capture_primes
 from segue.integrations.transformers.prime_trunk import not_causal
 from segue.integrations.transformers.probe import check_whole_forward
@@ -96,6 +98,8 @@ class Accelerated(ProvenHandle):
         self._why_not: dict[str, str] = {}  # strategies that this model can't have
         self._primes: list[PrimeStrategy] = []  # for single prompts, and then for batches
         self._batches: set[Decision] = set()  # by which batches of fresh prompts were served
+        self._decode: DecodeServer | None = None
+        self._head: PlainHead | None = None
         self._asked_device = self._device if device is None else device
         self._refuse_elsewhere(resolve(self._asked_device).torch_device, self._device)
         self._find_out()
@@ -114,9 +118,11 @@ class Accelerated(ProvenHandle):
             max_variants=max(4, 1 + len(self._primes)),
         )
         self._run_by(runner, self._device)
-        if self._primes and self._may_serve_model and len(self._patches) == 1:
+        self._head = self._plain_head()
+        if self._head is not None and strategy != "breakable" and len(self._patches) == 1:
             self._patches = [*self._patches, ForwardPatch(model, self._serve_model)]
         self._first_tokens = self._first_token_server(runner)
+        self._decode = self._decode_server(strategy, runner)
 
     @property
     def stats(self) -> Stats:
@@ -128,7 +134,8 @@ class Accelerated(ProvenHandle):
     @property
     def strategies(self) -> Mapping[str, str]:
         """How forwards are served, by name of the strategy: empty where it is used, otherwise why this model can't have it."""
-        return {"breakable": "", "prime": "", "first token": "", **self._why_not}
+        full = {"full": self._decode.why_not} if self._decode is not None else {}
+        return {"breakable": "", "prime": "", "first token": "", **full, **self._why_not}
 
     @property
     def boundaries(self) -> tuple[str, ...]:
@@ -179,7 +186,8 @@ class Accelerated(ProvenHandle):
         return found + [f"{count} {name}" for name, count in Counter(type(each.module).__name__ for each in self._breaks).items()]
 
     def _owners(self) -> Sequence[Any]:
-        return [self._runner] if self._first_tokens is None else [self._first_tokens.graphs, self._runner]
+        first = None if self._first_tokens is None else self._first_tokens.graphs
+        return [owner for owner in (self._decode, first, self._runner) if owner is not None]
 
     def _reference(self) -> Callable[..., Any]:
         return self._runner.reference
@@ -215,7 +223,9 @@ class Accelerated(ProvenHandle):
 
     def _any_captured(self) -> bool:
         first = self._first_tokens
-        return bool(self._strategy.captured or any(p.captured for p in self._primes) or (first and first.graphs.captured))
+        decode = self._decode is not None and self._decode.captured
+        primes = any(prime.captured for prime in self._primes)
+        return bool(decode or self._strategy.captured or primes or (first and first.graphs.captured))
 
     def _serve_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._reader.read(args, kwargs)
@@ -227,6 +237,10 @@ class Accelerated(ProvenHandle):
             return self._untouched_forward(reasons.other_depth(layers, self._layers), args, kwargs)
         if (other := self._other_mode()) is not None:
             return self._untouched_forward(other, args, kwargs)
+        if self._decode is not None and self._head is None and is_step(call) and (hidden := self._step(call)) is not None:
+            if isinstance(hidden, Reason):
+                return self._untouched_forward(hidden, args, kwargs)
+            return self._output(last_hidden_state=hidden[:, None], **{self._reader.cache_name: call.cache})
         decision = self._runner.admit(call.tokens)
         if decision.bucket is None:
             return self._untouched_forward(decision.reason, args, kwargs)
@@ -246,12 +260,12 @@ class Accelerated(ProvenHandle):
             return self._untouched_forward(reasons.layers_called(str(e)), args, kwargs)
 
     def _serve_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of the whole model: the first token of a fresh prompt by one graph, everything else by the model's own forward,
-        whose decoder is served by :meth:`_serve`."""
+        """A call of the whole model: the first token of a fresh prompt, or a step of one token, by one graph; everything else by
+        the model's own forward, whose decoder is served by :meth:`_serve`."""
         given = asks_for_one_row(args, kwargs)
         if given is not None and not torch.compiler.is_compiling() and not _torch.is_tracing():
             with self._one_at_a_time:
-                out = self._first_token(given)
+                out = self._one_row(given)
             if isinstance(out, Reason):
                 self._counters.fell_back(out)
                 with self.untouched():
@@ -260,39 +274,109 @@ class Accelerated(ProvenHandle):
                 return out
         return self._model_forward(*args, **kwargs)
 
-    def _first_token(self, given: dict[str, Any]) -> Any:
-        """The model's output for a fresh prompt, out of one graph; None where that can't serve it, and the decoder's graphs may.
-        A reason where the model must run untouched.
+    def _one_row(self, given: dict[str, Any]) -> Any:
+        """The model's output for a fresh prompt or a step, out of one graph; None where that can't serve it, and the decoder's
+        graphs may. A reason where the model must run untouched.
         """
-        here, server = self._here, self._first_tokens
-        if here.untouched or here.without_prime or here.run is not None or server is None or self._unservable() is not None:
+        here, head = self._here, self._head
+        if here.untouched or head is None or self._unservable() is not None:
             return None
-        call = server.read(given)
-        if (
-            call is None
-            or (torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()))
-            or self._other_mode() is not None
-            or not self._attention_as_captured()
-            or self._layers_to_run() != self._layers
-            or self._implementation.name != "sdpa"
-            or not_causal(self._parts) is not None
-        ):
+        call = head.read(given)
+        if isinstance(call, str):
             return None
-        return server.answer(call, self._changed, self._compile)
+        step = is_step(call)
+        if not (step or self._is_first_token(call)) or not self._may_hold_all():
+            return None
+        if step:
+            if not head.unchanged():
+                return head.other_weights() if self._any_captured() else None
+            logits = self._step(call)
+            return head.output(logits, call.cache) if isinstance(logits, Tensor) else logits
+        assert self._first_tokens is not None
+        return self._first_tokens.answer(call, self._changed, self._compile)
+
+    def _is_first_token(self, call: DecoderCall) -> bool:
+        """Whether a call is served by the graphs of first tokens."""
+        here = self._here
+        if here.without_prime or here.run is not None or self._first_tokens is None:
+            return False
+        return is_first_token(call, self._layers) and self._implementation.name == "sdpa" and not_causal(self._parts) is None
+
+    def _may_hold_all(self) -> bool:
+        """Whether a graph that holds a whole forward, attention too, does what the modules do now."""
+        return (
+            not (torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()))
+            and self._other_mode() is None
+            and self._attention_as_captured()
+            and self._layers_to_run() == self._layers
+        )
+
+    def _step(self, call: DecoderCall) -> Tensor | Reason | None:
+        """Logits [B, V], or hidden states [B, D] where no graph holds the head, of a step of one token by a full graph. None
+        where the breakable graphs may serve it, which is counted; a reason where the model must run untouched.
+        """
+        decode, here = self._decode, self._here
+        if decode is None or decode.name != self._implementation.name or not self._attention_as_captured():
+            return None
+        reference = here.run is not None and here.run == self._reference()
+        if here.run is not None and not reference:
+            return None
+        if not decode.captured and self._changed() is not None:
+            return None
+        self._compile()
+        try:
+            out = decode.step(call, reference)
+        except StateChangedError as e:
+            return self._changed() or reasons.changed(e.change, self._decoder)
+        if isinstance(out, Reason):
+            self._counters.declined[f"full: {out}"] += 1
+            return None
+        return out
+
+    def _plain_head(self) -> PlainHead | None:
+        """The model's head, where graphs may end in its logits."""
+        if not self._may_serve_model:
+            self._why_not["first token"] = "it takes transformers' own forward around the decoder"
+            return None
+        try:
+            with self.untouched():
+                return PlainHead(self._model, self._model_forward, self._decoder, self._forward, self._patches[0])
+        except NoPlainHead as e:
+            self._why_not["first token"] = str(e)
+            return None
 
     def _first_token_server(self, runner: GraphRunner) -> FirstTokenServer | None:
         """Where prime serves the model and its head is plain: from ids to logits."""
-        if not self._primes or not self._may_serve_model:
-            self._why_not["first token"] = "it takes prime graphs, and transformers' own forward around the decoder"
+        if not self._primes:
+            self._why_not["first token"] = "it takes prime graphs"
+        if not self._primes or self._head is None:
             return None
-        model, patch = self._model, self._patches[0]
+        return FirstTokenServer(self._model, self._head, self._parts, self._forward, runner, self._compiled, self._retry)
+
+    def _decode_server(self, strategy: str, runner: GraphRunner) -> DecodeServer | None:
+        """Steps of one token by full graphs."""
+        if strategy == "breakable":
+            self._why_not["full"] = 'strategy="breakable" was asked for'
+            return None
+        if self._breaks.modules:
+            self._why_not["full"] = f"a full graph has no breaks, and {type(self._breaks.modules[0]).__name__} is one"
+            return None
         try:
-            with self.untouched():
-                return FirstTokenServer(
-                    model, self._model_forward, self._parts, self._forward, patch, runner, self._compiled, self._retry
-                )
-        except NoFirstToken as e:
-            self._why_not["first token"] = str(e)
+            return DecodeServer(
+                body=self._body,
+                model=None if self._head is None else self._model,
+                parts=self._parts,
+                forward=self._forward,
+                implementation=self._implementation,
+                run_plain=lambda given: self._graphed(self._reader.read((), given), self._plain, None, []),
+                read=self._reader.read,
+                runner=runner,
+                compiled=self._compiled is not None,
+                most_tokens=None,
+                budget=None,
+            )
+        except NoDecode as e:
+            self._why_not["full"] = str(e)
             return None
 
     def _layers_to_run(self) -> Any:
