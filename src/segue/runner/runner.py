@@ -105,6 +105,7 @@ class GraphRunner:
         verify_every: int = 0,
         strategies: Sequence[Strategy] | None = None,
         progress: bool = True,
+        counters: Counters | None = None,
     ) -> None:
         self._lease = options.one_of("outputs", outputs, "copy", "lease")
         self._retry = options.one_of("on_failure", on_failure, "raise", "eager")
@@ -131,7 +132,7 @@ class GraphRunner:
         )
         self._last = self.strategies[-1].name  # the strategy that serves every call
         self._preferred = {s.name for s in self.strategies[:-1]}
-        self._strict, self._counters = strict, Counters()
+        self._strict, self._counters = strict, Counters() if counters is None else counters
         self._output_dims = output_token_dim, output_request_dim
         self._device_asked, self._pool, self._stream = device, pool, stream
         self._verifier = ReplayVerifier(verify_every, self.state) if verify_every else None

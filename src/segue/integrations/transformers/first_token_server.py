@@ -68,7 +68,9 @@ class FirstTokenServer:
     def read(self, given: dict[str, Any]) -> DecoderCall | None:
         """The call of a decoder with the arguments ``given``, if it is a fresh prompt."""
         call = self._reader.read((), given)
-        return None if isinstance(call, str) or not is_first_token(call, self._depth) else call
+        if isinstance(call, str) or call.hidden_states or not is_first_token(call, self._depth):
+            return None
+        return call
 
     def answer(self, call: DecoderCall, changed: Callable[[], Reason | None], compile: Callable[[], None]) -> Any:
         """The model's output for a fresh prompt. None where no graph can serve it, and the decoder's graphs may. A reason where

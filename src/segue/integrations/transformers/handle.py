@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from segue import _torch, _torch_modes
@@ -28,6 +27,7 @@ from segue.integrations.transformers.decoder_forward import Body, ForwardPatch, 
 from segue.integrations.transformers.decoder_parts import DecoderParts
 from segue.integrations.transformers.default_buckets import buckets_or_default
 from segue.integrations.transformers.first_token_server import FirstTokenServer, NoFirstToken
+from segue.integrations.transformers.hidden_states import NAME as HIDDEN_STATES
 from segue.integrations.transformers.layer_calls import NotSeen
 from segue.integrations.transformers.module_breaks import ModuleBreaks
 from segue.integrations.transformers.prime_first_token import asks_for_one_row, has_own_forward
@@ -99,6 +99,7 @@ class Accelerated(ProvenHandle):
         self._find_out()
         self._accept_caller_modes()
         self._strategy = CountedBreakable({})
+        self._states = None
         ladder = buckets_or_default(buckets, max_tokens, self._compiled is not None)
         self._prime = self._prime_strategy(strategy, ladder.max)
         runner = GraphRunner(
@@ -119,13 +120,22 @@ class Accelerated(ProvenHandle):
     def stats(self) -> Stats:
         """The runner's counts, with the forwards that ran untouched under ``eager`` and ``reasons``, and all graphs' buckets."""
         stats = self._runner.stats
-        first = () if self._first_tokens is None else self._first_tokens.graphs.captured
-        return dataclasses.replace(stats, buckets=tuple(sorted({*stats.buckets, *first})))
+        buckets, driver = {*stats.buckets}, stats.driver_bytes
+        if self._first_tokens is not None:
+            buckets.update(self._first_tokens.graphs.captured)
+        if self._states is not None:
+            buckets.update(self._states.graphs.captured)
+            driver += self._states.runner.stats.driver_bytes
+        return dataclasses.replace(stats, buckets=tuple(sorted(buckets)), driver_bytes=driver)
 
     @property
     def strategies(self) -> Mapping[str, str]:
-        """How forwards are served, by name of the strategy: empty where it is used, otherwise why this model can't have it."""
-        return {"breakable": "", "prime": "", "first token": "", **self._why_not}
+        """How forwards are served, by name of the strategy: empty where it is used, otherwise why this model can't have it.
+
+        Whether hidden states of all layers are is found out when they are first asked for.
+        """
+        asked = {} if self._states is None else {HIDDEN_STATES: ""}
+        return {"breakable": "", "prime": "", "first token": "", **asked, **self._why_not}
 
     @property
     def boundaries(self) -> tuple[str, ...]:
@@ -176,7 +186,8 @@ class Accelerated(ProvenHandle):
         return found + [f"{count} {name}" for name, count in Counter(type(each.module).__name__ for each in self._breaks).items()]
 
     def _owners(self) -> Sequence[Any]:
-        return [self._runner] if self._first_tokens is None else [self._first_tokens.graphs, self._runner]
+        first = [] if self._first_tokens is None else [self._first_tokens.graphs]
+        return [*first, *([] if self._states is None else [self._states.runner]), self._runner]
 
     def _reference(self) -> Callable[..., Any]:
         return self._runner.reference
@@ -200,19 +211,11 @@ class Accelerated(ProvenHandle):
         """Take the caller's modes as they are now for those of all captures. Calls under others run untouched."""
         kind, read = self._device.type, {_torch_modes.DEFAULT_DTYPE.name}
         self._caller_modes = CallerModes(kind, modes_now(kind), read)
-        # What prime graphs hold of attention, and breaks use live.
-        self._backends, self._kernel = _torch_modes.ATTENTION.read(), F.scaled_dot_product_attention
-        self._attends = names.attention_function(self._attention_module, self._implementation.name)
-
-    def _attention_as_captured(self, function: Any = None) -> bool:
-        """Whether attention is what it was at the captures. ``function``: the model's own, if it is known."""
-        function = function or names.attention_function(self._attention_module, self._implementation.name)
-        same = function is self._attends and self._kernel is F.scaled_dot_product_attention
-        return same and _torch_modes.ATTENTION.read() == self._backends
+        self._attention = prime_admission.HeldAttention(self._attention_module, self._implementation)
 
     def _any_captured(self) -> bool:
-        first, prime = self._first_tokens, self._prime
-        return bool(self._strategy.captured or (prime and prime.captured) or (first and first.graphs.captured))
+        first = self._first_tokens and self._first_tokens.graphs
+        return any(part and part.captured for part in (self._strategy, self._prime, first, self._states and self._states.graphs))
 
     def _serve_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._reader.read(args, kwargs)
@@ -227,14 +230,23 @@ class Accelerated(ProvenHandle):
         decision = self._runner.admit(call.tokens)
         if decision.bucket is None:
             return self._untouched_forward(decision.reason, args, kwargs)
-        replays = self._here.run is None and decision.bucket in self._strategy.captured
+        run, recorded = self._here.run, self._states
+        graphs = self._strategy if not call.hidden_states else None if recorded is None else recorded.graphs
+        replays = run is None and graphs is not None and decision.bucket in graphs.captured
         if not replays and (changed := self._changed()) is not None:
             if self._takes_in(changed):
                 return self._serve_alone(args, kwargs)
             return self._untouched_forward(changed, args, kwargs)
         self._compile()
+        if call.hidden_states:
+            states = self._hidden_states()
+            if isinstance(states, Reason):
+                return self._untouched_forward(states, args, kwargs)
+            if run is not None and run != self._runner.reference:
+                return self._untouched_forward(reasons.requested_output("output_hidden_states"), args, kwargs)
+            run = states.run if run is None else states.reference
         try:
-            return self._graphed(call, self._here.run, decision)
+            return self._graphed(call, run, decision)
         except StateChangedError as e:  # found while the first segment ran, which has left nothing
             return self._untouched_forward(self._changed() or reasons.changed(e.change, self._decoder), args, kwargs)
         except RunsUntouched as e:
@@ -269,7 +281,7 @@ class Accelerated(ProvenHandle):
             call is None
             or (torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()))
             or self._other_mode() is not None
-            or not self._attention_as_captured()
+            or not self._attention.unchanged()
             or self._layers_to_run() != self._layers
             or self._implementation.name != "sdpa"
             or not_causal(self._parts) is not None
@@ -318,8 +330,13 @@ class Accelerated(ProvenHandle):
             hidden = self._runner(x, flat, ctx=ctx, decision=decision)
         else:
             hidden = run(x, flat, ctx=ctx)
-        hidden = hidden.view(call.batch, call.length, -1)
-        out = self._output(last_hidden_state=hidden, **{self._reader.cache_name: cache if call.use_cache else None})
+        more: dict[str, Any] = {}
+        if call.hidden_states:
+            *states, hidden = (t.view(call.batch, call.length, -1) for t in hidden)
+            more["hidden_states"] = (*states, hidden) if self._tied else tuple(states)
+        else:
+            hidden = hidden.view(call.batch, call.length, -1)
+        out = self._output(last_hidden_state=hidden, **{self._reader.cache_name: cache if call.use_cache else None}, **more)
         return out if call.return_dict else out.to_tuple()
 
     def _context(
@@ -338,23 +355,27 @@ class Accelerated(ProvenHandle):
         masked = call.attention_mask is not None
         kept = self._implementation
         ctx = LiveContext(call.batch, call.length, cache, make_masks, masked, function, kept, live, reached=reached)
-        prime = self._prime is not None and not self._here.without_prime and self._attention_as_captured(function)
+        prime = self._prime is not None and not self._here.without_prime and not call.hidden_states
+        prime = prime and self._attention.unchanged(function)
         ctx.fresh = prime and prime_admission.is_fresh(ctx, call.position_ids, self._parts)
         return ctx
 
     def _compile(self) -> None:
-        """Compile the layers, if that is due, by a forward of their own. It has no cache, so it leaves nothing."""
-        layers = self._compiled
-        if layers is None or layers.enabled:
-            return
-        layers.enabled, n = True, layers.tokens_to_compile_at
+        """Compile the layers, if that is due."""
+        if self._compiled is not None and not self._compiled.enabled:
+            self._compiled.enabled = True
+            self._compile_by(self._compiled, self._body)
+
+    def _compile_by(self, layers: CompiledLayers, body: Callable[..., Any]) -> None:
+        """Compile the layers as ``body`` calls them, by a forward of their own. It has no cache, so it leaves nothing."""
+        n = layers.tokens_to_compile_at
         with torch.inference_mode(False), torch.no_grad():  # graphs' inputs are no inference tensors either
             x = self._decoder.get_input_embeddings().weight[:1].expand(n, -1).clone()
             positions = torch.arange(n, device=self._device)
         ctx = self._capture_context(n)
         with torch.inference_mode(), active_forward(ctx), reference_frame(n, n):
             for _ in range(2):  # the second layer's inputs are what the first has made
-                self._body(x, positions)
+                body(x, positions)
 
     @property
     def _compile_seconds(self) -> float:

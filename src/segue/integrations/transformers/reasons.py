@@ -59,6 +59,12 @@ def requested_output(argument: str) -> Reason:
     return Reason(f"{argument} was asked for", f"Leave out {argument}, also in the config, where you don't need it")
 
 
+def no_hidden_states(why: str) -> Reason:
+    """Graphs that give the hidden states of all layers were tried, and don't give the untouched model's."""
+    remedy = "Leave out output_hidden_states, also in the config, where you don't need it"
+    return Reason(f"output_hidden_states, which graphs can't serve: {why}", remedy)
+
+
 def unknown_argument(argument: str) -> Reason:
     """The reader doesn't know what the argument would change."""
     return Reason(f"the argument {argument}", f"Leave out {argument}, if the answer is the same without it")
