@@ -62,7 +62,7 @@ def test_prompts_chunks_steps_and_padded_batches_give_the_untouched_hidden_state
                 given = {"input_ids": torch.randint(1, 250, (batch, n)).to(place), "use_cache": True, **ASKED}
                 if n == past or name != "mamba":  # whose state has left padding out
                     given["attention_mask"] = mask
-                handle.runner.pool.poison()
+                device.default_pool().poison()
                 got = model(**given, **{field: caches[0]})
                 with handle.untouched():
                     want = model(**given, **{field: caches[1]})
@@ -111,6 +111,14 @@ def test_calls_that_ask_for_no_hidden_states_keep_their_graphs(make: Make, graph
     assert handle.stats.strategies == {"prime": 1, "hidden states": 2} and handle.stats.buckets == (16,)
 
 
+def test_a_body_of_the_callers_own_gives_no_hidden_states(make: Make, graphed: Make, ids: Make) -> None:
+    model, prompt = make(), ids(1, 9)
+    handle = graphed(model)
+    with torch.inference_mode(), handle.with_body(lambda x, position_ids, ctx: x):
+        assert len(model(prompt, **ASKED).hidden_states) == 4
+    assert handle.stats.reasons == {"output_hidden_states was asked for": 1}
+
+
 def test_a_config_that_asks_for_hidden_states_gets_them(make: Make, graphed: Make, ids: Make) -> None:
     model, prompt = make(output_hidden_states=True), ids(1, 9)
     handle = graphed(model)
@@ -151,3 +159,64 @@ def test_hidden_states_that_graphs_cant_give_are_the_untouched_models_and_say_wh
     assert count == 2 and "output_hidden_states, which graphs can't serve: hidden state 0 has shape [4, 2, 5, 64]" in reason
     assert "Leave out output_hidden_states" in handle.report() and "hidden state 0" in handle.strategies["hidden states"]
     assert handle.stats.warmed == 0
+
+
+@pytest.mark.parametrize("config", [True, False])
+@pytest.mark.parametrize("name", ["bert", "modernbert", "vit"])
+def test_an_encoders_hidden_states_are_served_beside_its_plain_calls(
+    name: str, config: bool, device: Device, graphed: Make
+) -> None:
+    model = families.FAMILIES[name].make(output_hidden_states=config).to(device.torch_device)
+    handle = graphed(model)
+    asked, plain = ({}, {"output_hidden_states": False}) if config else (ASKED, {})
+    with torch.inference_mode():
+        for seed, (batch, n) in enumerate([(1, 9), (2, 9), (1, 12), (2, 12), (1, 3), (2, 3), (5, 4), (5, 4), (5, 4)]):
+            torch.manual_seed(seed)
+            real = torch.ones(batch, n, dtype=torch.long)
+            real[0, : n // 3 if seed % 2 else 0] = 0
+            given = {"input_ids": torch.randint(5, 250, (batch, n)), "attention_mask": real}
+            if name == "vit":
+                given = {"pixel_values": torch.randn(batch, 3, 28, 28)}
+            given = {k: t.to(device.torch_device) for k, t in given.items()}
+            device.default_pool().poison()
+            for asks in (asked, plain):
+                got = model(**given, **asks)
+                with handle.untouched():
+                    want = model(**given, **asks)
+                assert got.keys() == want.keys()
+                rows = slice(None) if name == "vit" else real.bool().to(device.torch_device)
+                for a, b in zip(got.get("hidden_states") or (), want.get("hidden_states") or (), strict=True):
+                    torch.testing.assert_close(a[rows], b[rows], rtol=1e-4, atol=1e-4)
+            as_tuple = model(**given, **asked, return_dict=False)
+            assert [type(part) for part in as_tuple] == [type(part) for part in model(**given, **asked).to_tuple()]
+    stats = handle.stats
+    assert stats.strategies["hidden states"] > stats.strategies["breakable"] > 2 and not stats.eager
+    assert handle.strategies == {"whole forward": "", "hidden states": ""}
+    handle.recapture()
+    assert handle.strategies == {"whole forward": ""} and not handle.stats.buckets
+
+
+def test_hidden_states_that_only_the_forward_around_a_graph_records_run_untouched(device: Device, graphed: Make) -> None:
+    model = families.FAMILIES["wav2vec2"].make().to(device.torch_device)
+    handle, sound = graphed(model), torch.randn(1, 400, generator=torch.Generator().manual_seed(0)).to(device.torch_device)
+    with torch.inference_mode():
+        for _ in range(3):
+            model(sound)
+            got = model(sound, **ASKED).hidden_states
+        with handle.untouched():
+            torch.testing.assert_close(got, model(sound, **ASKED).hidden_states)
+    assert handle.stats.reasons == {"output_hidden_states, which graphs can't serve: its forward gives none": 3}
+    assert handle.stats.replayed == 1
+
+
+def test_compiled_layers_give_their_hidden_states(make: Make, graphed: Make, ids: Make) -> None:
+    model, prompt = make(), ids(1, 9)
+    handle = graphed(model, compile=True)
+    with torch.inference_mode():
+        for _ in range(3):
+            got = model(prompt, **ASKED).hidden_states
+        with handle.reference():
+            assert all(map(torch.equal, got, model(prompt, **ASKED).hidden_states))
+        with handle.untouched():
+            torch.testing.assert_close(got, model(prompt, **ASKED).hidden_states, rtol=1e-4, atol=1e-4)
+    assert handle.stats.strategies == {"hidden states": 1}

@@ -99,7 +99,7 @@ class ProvenHandle(ServingHandle):
         if self._states is None and HIDDEN_STATES not in self._why_not:
             layers = self._compiled
             try:
-                with nullcontext() if layers is None else layers.as_they_are():
+                with names.unrecorded(), nullcontext() if layers is None else layers.as_they_are():
                     self._probe(output_hidden_states=True)
             except (UsageError, NotSeen) as e:
                 self._why_not[HIDDEN_STATES] = str(e)
