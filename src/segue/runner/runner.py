@@ -71,6 +71,7 @@ class GraphRunner:
         verify_every: every so many replays, also run the reference on a copy of the context and compare. 0: never.
         strategies: how buckets are captured, the preferred first; the last must serve every call.
         progress: show progress and a closing line on stderr during ``capture()``.
+        counters: those of another runner, to count in them too.
 
     ``SEGUE=off`` in the environment when the runner is made runs everything eager.
 
