@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segue import _torch_modes
 from segue.errors import UsageError
 from segue.integrations.transformers import names
-from segue.integrations.transformers.attention import LiveContext
+from segue.integrations.transformers.attention import AttentionName, LiveContext
 from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.decoder_calls import DecoderCall
 from segue.integrations.transformers.decoder_parts import DecoderParts
@@ -156,6 +157,23 @@ def drop_sequences(cache: Any, batch: int) -> None:
     for layer in cache.layers:
         parts = [batch, layer.keys.shape[0] - batch]
         layer.keys, layer.values = (t.unsafe_split_with_sizes(parts)[0] for t in (layer.keys, layer.values))
+
+
+class HeldAttention:
+    """What prime graphs hold of the attention of ``module``, and breaks use live, as it is when this is made."""
+
+    def __init__(self, module: Any, implementation: AttentionName) -> None:
+        self._module, self._implementation = module, implementation
+        self._backends, self._kernel = _torch_modes.ATTENTION.read(), F.scaled_dot_product_attention
+        self._function = self._function_now()
+
+    def unchanged(self, function: Any = None) -> bool:
+        """Whether it is that still. ``function``: the model's own, if it is known."""
+        same = (function or self._function_now()) is self._function and self._kernel is F.scaled_dot_product_attention
+        return same and _torch_modes.ATTENTION.read() == self._backends
+
+    def _function_now(self) -> Any:
+        return names.attention_function(self._module, self._implementation.name)
 
 
 def is_fresh(ctx: LiveContext, positions: Tensor | None, parts: DecoderParts) -> bool:
