@@ -40,8 +40,10 @@ class BreakableCapture:
     Args:
         rows: the bucket: an output of a break with this size along its token dimension is token-shaped, and its rows past
             the valid ones are zeroed at every replay. None: dimension 0 of every hand-off.
-        pool: a pool of ``device``; by default the one that all captures on it share.
-        stream: the stream to capture on; by default one that all captures share and nobody else has.
+        pool: a pool of ``device``, as :func:`~segue.new_pool` makes, or a handle of torch's, ``torch.cuda.graph_pool_handle()``
+            or ``CUDAGraph.pool()``; by default the one that all captures on it share. Replays of graphs that others record under
+            such a handle are for the user to order.
+        stream: the ``torch.cuda.Stream`` to capture on; by default one that all captures share and nobody else has.
         device: ``"emulator"`` or what ``torch.device`` takes; by default CUDA where there is one.
         valid_rows: how many rows are real in the forward being captured; by default all.
         name: what errors call this capture.
@@ -59,7 +61,7 @@ class BreakableCapture:
     def __init__(
         self,
         rows: int | None = None,
-        pool: Pool | None = None,
+        pool: Pool | tuple[int, int] | None = None,
         stream: Any = None,
         device: str | torch.device | Device | None = None,
         *,
@@ -74,9 +76,9 @@ class BreakableCapture:
         valid_rows = None if valid_rows is None else row_count(valid_rows, "BreakableCapture: valid_rows")
         if rows is not None and valid_rows is not None and valid_rows > rows:
             raise UsageError(f"BreakableCapture: valid_rows={valid_rows} is more than its {rows} rows")
-        self.device: Device = pool.device if pool is not None and device is None else devices.resolve(device)
-        self.pool: Pool = pool if pool is not None else self.device.default_pool()
-        self.stream: Any = stream if stream is not None else self.device.default_stream()
+        self.device: Device = devices.resolve(devices.device_of(pool) if device is None else device)
+        self.pool: Pool = devices.pool_of(self.device, pool)
+        self.stream: Any = devices.stream_of(self.device, stream)
         self.rows, self.valid_rows = rows, valid_rows
         self.name = name or ("capture" if rows is None else f"capture of {rows} rows")
         self._kind = self.device.torch_device.type

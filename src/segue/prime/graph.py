@@ -72,7 +72,7 @@ class PrimeGraph:
         *,
         cuts: Sequence[int] | None = None,
         device: str | torch.device | Device | None = None,
-        pool: Pool | None = None,
+        pool: Pool | tuple[int, int] | None = None,
         stream: Any = None,
     ) -> None:
         self.name = f"prime graph of {bucket} rows" + (f" and {requests} requests" if requests != 1 else "")
@@ -82,9 +82,9 @@ class PrimeGraph:
         self.off, self._closed = environment.disabled(), False
         checks = self._check_state()
         scratch, copies = self._new_scratch()
-        self.device: Device = devices.resolve(pool.device if pool is not None and device is None else device, copies.tensors)
-        self.pool: Pool = pool if pool is not None else self.device.default_pool()
-        self._stream = stream if stream is not None else self.device.default_stream()
+        self.device: Device = devices.resolve(devices.device_of(pool) if device is None else device, copies.tensors)
+        self.pool: Pool = devices.pool_of(self.device, pool)
+        self._stream = devices.stream_of(self.device, stream)
         self._asked = cuts
         self._bound = self._bind(checks, scratch, copies, cuts)
 

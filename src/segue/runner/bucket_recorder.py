@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segue import _torch
+from segue import _torch, devices
 from segue.capture import BreakableCapture, active_forward, current_forward_ctx, reference_frame
 from segue.capture.isolation import one_capture
 from segue.capture.leftovers import Leftovers
@@ -59,7 +59,7 @@ class BucketRecorder:
         self._ladder = list(ladder)
         self._most = ladder.max, 0 if request_ladder is None else request_ladder.max
         self.device, self.pool = device, pool
-        self.stream = stream if stream is not None else device.default_stream()
+        self.stream = devices.stream_of(device, stream)
         self._places: Places | None = None
         self.buffers: list[Buffer | None] = [None] * len(binder.leaves)
         # Of one bucket of each variant: its rows, and what its breaks hand on.

@@ -66,7 +66,8 @@ class GraphRunner:
         device: by default that of the module's parameters, or of the first call's tensors.
         request_buckets: a ladder for request-shaped inputs.
         output_request_dim: like ``output_token_dim``, for requests.
-        pool: as for :class:`BreakableCapture`. Several runners may share one, and do by default.
+        pool: as for :class:`BreakableCapture`. Several runners may share one, and do by default. Give one of its own
+            (:func:`~segue.new_pool`) where eager code keeps addresses of memory that other graphs have freed.
         stream: likewise.
         verify_every: every so many replays, also run the reference on a copy of the context and compare. 0: never.
         strategies: how buckets are captured, the preferred first; the last must serve every call.
@@ -100,7 +101,7 @@ class GraphRunner:
         *,
         request_buckets: Ladder | Iterable[int] | None = None,
         output_request_dim: Any = None,
-        pool: Pool | None = None,
+        pool: Pool | tuple[int, int] | None = None,
         stream: Any = None,
         verify_every: int = 0,
         strategies: Sequence[Strategy] | None = None,
@@ -137,7 +138,8 @@ class GraphRunner:
         self._verifier = ReplayVerifier(verify_every, self.state) if verify_every else None
         self._closed, self._opening = False, threading.Lock()
         self._buckets: Buckets | None = None
-        if self._settles_at_once and (device is not None or pool is not None or self.guard.device is not None):
+        known = device is not None or devices.device_of(pool) is not None or self.guard.device is not None
+        if self._settles_at_once and known:
             self._settle(())
 
     def __call__(self, *args: Any, ctx: Any = None, decision: Decision | None = None, **kwargs: Any) -> Any:
@@ -280,7 +282,7 @@ class GraphRunner:
     @property
     def pool(self) -> Pool | None:
         """The graph pool, once the device is known."""
-        return self._pool if self._buckets is None else self._buckets.recorder.pool
+        return None if self._buckets is None else self._buckets.recorder.pool
 
     def __enter__(self) -> GraphRunner:
         return self
@@ -357,11 +359,12 @@ class GraphRunner:
         """
         asked: Any = self._device_asked
         if asked is None:
-            asked = self._pool.device if self._pool is not None else self.guard.device
+            asked = devices.device_of(self._pool) or self.guard.device
         tensors = [t for v in values for _, t, _ in take_apart(v).leaves if isinstance(t, Tensor)]
         device = devices.resolve(asked, sorted(tensors, key=lambda t: t.device.type == "cpu"))
         self.guard.check_place(device.torch_device)
-        pool = self._pool or (device.default_pool() if self._budget is None else device.new_pool())
+        own = self._pool is None and self._budget is not None
+        pool = device.new_pool() if own else devices.pool_of(device, self._pool)
         self._binder = Binder(self.fn, self.inputs)
         self._binder.place(device.torch_device)
         self._read = self._binder.read_any
