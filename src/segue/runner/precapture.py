@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from segue import _torch
@@ -20,6 +21,7 @@ from segue.runner.captured_bucket import CapturedBucket
 from segue.runner.ladder import Ladder
 from segue.runner.memory_budget import Cost, mib
 from segue.runner.progress import CaptureSummary, Progress
+from segue.runner.replay_verifier import ReplayVerifier
 from segue.runner.strategy import Strategy
 from segue.runner.write_log import WriteLog, generators_kept
 
@@ -38,6 +40,7 @@ class Precapture:
         context: of the example. ``make_context``: from a bucket to a context, which then is used instead.
         state: tensors to put back, whatever their size.
         progress: whether to show it.
+        verify: whether each bucket is replayed once and compared with the reference.
     """
 
     def __init__(
@@ -52,10 +55,11 @@ class Precapture:
         make_context: Callable[[int], Any] | None,
         state: Sequence[Tensor],
         progress: bool,
+        verify: bool = False,
     ) -> None:
         self.buckets, self.recorder, self.call = buckets, buckets.recorder, call
         self._last, self._context, self._make_context, self._state = last, context, make_context, state
-        self._shown = progress
+        self._shown, self._verifier = progress, ReplayVerifier(1, state) if verify else None
         self._fixed = request_ladder is not None  # rows and requests of the example belong together
         self.left_out: dict[int, Cost | str] = {}
         rungs = _rungs(list(ladder), None if request_ladder is None else list(request_ladder))
@@ -118,21 +122,38 @@ class Precapture:
             call = example_rows(call, self.recorder.binder, tokens if all_real else min(call.tokens, tokens))
         writes = WriteLog(self.recorder.owns, self._state)
         try:
-            with writes:
-                self.buckets.warm(call, tokens, requests, self._context_of(tokens))
+            for _ in range(self.buckets.warmups):
+                with writes:
+                    self.buckets.warm(call, tokens, requests, self._context_of(tokens))
             self.call.specs = ()
             with writes:
                 self.buckets.capture(call, tokens, requests, self._context_of(tokens), self._last)
+                if self._verifier is not None and not self._replays_rightly(call, tokens, requests, self._verifier):
+                    return
         except RunsEager:
             return
-        except Exception:
+        except Exception as e:
             # The error is logged, and if the bucket was given up, nobody waits for the answer to an example.
-            if (call.key, tokens, requests) not in self.buckets.failed:
+            if (call.key, tokens, requests) not in self.buckets.failed or isinstance(e, torch.OutOfMemoryError):
                 raise
             return
         finally:
             writes.put_back()
         self.done.append((tokens, requests))
+
+    def _replays_rightly(self, call: Call, tokens: int, requests: int | None, verifier: ReplayVerifier) -> bool:
+        """Replay a bucket and compare it with the reference. If they differ, the bucket loses its graphs."""
+        captured = self._graphs((tokens, requests))
+        assert captured is not None
+        who, ctx = "capture(verify=True)", self._context_of(tokens)
+        other = verifier.copied(who, ctx) if self._make_context is None else self._context_of(tokens)
+        trial = Call(call.values, ctx, call.tensors, call.key, call.tokens, call.requests, call.foreign)
+        try:
+            verifier.compare(trial, other, captured, self.recorder, self._last, who)
+        except Exception as e:
+            self.buckets.give_up((call.key, tokens, requests), e)
+            return False
+        return True
 
     def _capture_within_budget(self, progress: Progress) -> None:
         """Predict from two small buckets, then capture what fits, largest first.

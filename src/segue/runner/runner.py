@@ -61,7 +61,8 @@ class GraphRunner:
         max_variants: the most combinations of optional inputs and flags that get graphs.
         memory_budget: bytes of pool and driver memory. The runner then has a pool of its own unless ``pool`` is given.
         state: tensors to put back after ``capture()``, whatever their size.
-        on_failure: ``"eager"``: a capture that fails before anything ran is retried eagerly, counted, and logged once.
+        on_failure: ``"eager"``: a capture that fails before anything ran is retried eagerly, counted, and logged once. One
+            that runs out of memory is raised all the same, and only later calls of its bucket run eager.
         strict: raise instead of any eager fall-back.
         device: by default that of the module's parameters, or of the first call's tensors.
         request_buckets: a ladder for request-shaped inputs.
@@ -72,6 +73,7 @@ class GraphRunner:
         verify_every: every so many replays, also run the reference on a copy of the context and compare. 0: never.
         strategies: how buckets are captured, the preferred first; the last must serve every call.
         progress: show progress and a closing line on stderr during ``capture()``.
+        warmups: runs of the reference before a bucket is captured. Kernels that tune themselves may need several.
 
     ``SEGUE=off`` in the environment when the runner is made runs everything eager.
 
@@ -106,10 +108,12 @@ class GraphRunner:
         verify_every: int = 0,
         strategies: Sequence[Strategy] | None = None,
         progress: bool = True,
+        warmups: int = 1,
     ) -> None:
         self._lease = options.one_of("outputs", outputs, "copy", "lease")
         self._retry = options.one_of("on_failure", on_failure, "raise", "eager")
         self._max_variants = options.whole_number("max_variants", max_variants, 1)
+        self._warmups = options.whole_number("warmups", warmups, 1)
         verify_every = options.whole_number("verify_every", verify_every, 0)
         self.fn, self.ladder = fn, options.ladder("buckets", buckets)
         self.request_ladder = None if request_buckets is None else options.ladder("request_buckets", request_buckets)
@@ -231,7 +235,7 @@ class GraphRunner:
             layout = recorder.reference(call, recorder.stage(call, d.bucket, d.requests), call.ctx, strategy)
             return layout.give(call.tokens, call.requests)
 
-    def capture(self, *args: Any, ctx: Any = None, **kwargs: Any) -> CaptureSummary:
+    def capture(self, *args: Any, ctx: Any = None, verify: bool = False, **kwargs: Any) -> CaptureSummary:
         """Capture the whole ladder, largest first, from one example call of any length, and put back what that writes.
 
         Rows beyond the example repeat it. All rows count as real, except with a plain ``ctx`` and no ``capture_ctx``:
@@ -240,13 +244,17 @@ class GraphRunner:
         the log. With request-shaped inputs the example is taken as it is, and only buckets that hold it whole are
         captured; the others are left out, and captured when calls come.
 
+        ``verify``: replay each bucket once and compare it with the reference, which runs on another context: a second one of
+        ``capture_ctx``'s, or a deep copy. A bucket that differs loses its graphs, as ``on_failure`` says.
+
         Raises:
             CaptureError: a bucket can't be captured. Those before it keep working. UsageError: a module is in training mode, the
-            runner was closed, or not even one bucket fits the memory budget.
+            runner was closed, or not even one bucket fits the memory budget. ReplayError: a bucket's trial replay isn't the
+            reference.
         """
         buckets = self.prepare(*args, **kwargs)
         with buckets.recorder.lock:
-            self.summary = self._precapture(buckets, args, kwargs, ctx)
+            self.summary = self._precapture(buckets, args, kwargs, ctx, verify)
         return self.summary
 
     def recapture(self, *args: Any, ctx: Any = None, **kwargs: Any) -> CaptureSummary | None:
@@ -384,11 +392,14 @@ class GraphRunner:
             lease=self._lease,
             retry=self._retry,
             most_variants=self._max_variants,
+            warmups=self._warmups,
             verifier=self._verifier,
         )
         return self._buckets
 
-    def _precapture(self, buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any) -> CaptureSummary:
+    def _precapture(
+        self, buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any, verify: bool
+    ) -> CaptureSummary:
         if self.disabled:
             log.info("SEGUE=off: nothing is captured, every call runs eager")
             return CaptureSummary((), 0, 0, 0.0, Cost(0, 0))
@@ -403,6 +414,7 @@ class GraphRunner:
             make_context=self.capture_ctx,
             state=self.state,
             progress=self.progress,
+            verify=verify,
         )
         return session.run()
 
@@ -429,7 +441,7 @@ class GraphRunner:
             self.fn, self.inputs, self.ladder, self._output_dims[0], "lease" if self._lease else "copy", self.capture_ctx,
             self.admission.max_padding, self._max_variants, state=self.state, strict=self._strict, device=pool.device,
             request_buckets=self.request_ladder, output_request_dim=self._output_dims[1], pool=pool,
-            strategies=self.strategies[-1:], progress=False,
+            strategies=self.strategies[-1:], progress=False, warmups=self._warmups,
         )  # fmt: skip
         for leaf, known in zip(clone._binder.leaves, self._binder.leaves, strict=True):
             leaf.spec = leaf.spec or known.spec
@@ -455,7 +467,7 @@ class GraphRunner:
             "eager" if self._retry else "raise", self._strict, self._device_asked, request_buckets=self.request_ladder,
             output_request_dim=self._output_dims[1], pool=self._pool, stream=self._stream,
             verify_every=0 if self._verifier is None else self._verifier.every, strategies=self.strategies,
-            progress=self.progress,
+            progress=self.progress, warmups=self._warmups,
         )  # fmt: skip
         return copied
 
