@@ -34,8 +34,9 @@ class BreakableCapture:
     """Capture what runs inside ``with`` as CUDA graphs, broken where a :func:`~segue.break_point` runs eagerly.
 
     The capture is a real first forward: each segment is launched as soon as it is recorded, so breaks see real values and
-    what the block computes is the answer. Afterwards :meth:`replay` runs it again on the memory it was recorded on. What it
-    leaves in graph memory holds until anything else that shares the pool replays: copy it, or give it a pool of its own.
+    what the block computes is the answer, unless a break has a ``capture_stub``. Afterwards :meth:`replay` runs it again on the
+    memory it was recorded on. What it leaves in graph memory holds until anything else that shares the pool replays: copy it,
+    or give it a pool of its own.
 
     Args:
         rows: the bucket: an output of a break with this size along its token dimension is token-shaped, and its rows past
@@ -54,6 +55,9 @@ class BreakableCapture:
             first segment while the host still checks that what the others read is where it was. If that check
             raises an error, the first segment's work in the pool is all that has been done.
         remedy: what an error about something that has changed tells the user to do, beside undoing that.
+        stubs: whether breaks that have a ``capture_stub`` run it. False if somebody waits for the answer.
+        after_segment: is called after each segment's end during the capture, before the segment is launched, while nothing is
+            recorded: a barrier of ranks that must capture together, say. If it raises an error, the capture has failed.
         own: what holds tensors outside the pool that only the caller uses, such as input buffers and a scratch cache. The first
             segment may write them before the checks are done.
     """
@@ -71,6 +75,8 @@ class BreakableCapture:
         defer_checks: bool = False,
         remedy: str = "capture again",
         own: Any = None,
+        stubs: bool = True,
+        after_segment: Callable[[], object] | None = None,
     ) -> None:
         rows = None if rows is None else row_count(rows, "BreakableCapture: rows")
         valid_rows = None if valid_rows is None else row_count(valid_rows, "BreakableCapture: valid_rows")
@@ -88,6 +94,7 @@ class BreakableCapture:
         self._graphs: list[Segment] = []
         self._unlaunched: list[Segment] = []  # committed, and waiting for a launch
         self._root, self._defer_checks, self._remedy = root, defer_checks, remedy
+        self._stubs, self._after_segment = stubs, after_segment
         self._own = {} if own is None else tensors_held(own, "inputs" if isinstance(own, Mapping) else type(own).__qualname__)
         self._places: Places | None = None  # made when the capture begins, as the forward may change what it decides by
         self._op_watch = OpWatch(self.pool, self.name, self._own)
@@ -184,10 +191,10 @@ class BreakableCapture:
             scope.enter_context(no_garbage_collection())
             scope.enter_context(self.pool.turn())
             scope.enter_context(self.device.on_capture_stream(self.pool, self.stream))
-            before = state.capture, state.phase, state.rows, state.valid, state.pools, state.reference, state.grad
+            before = state.capture, state.phase, state.rows, state.valid, state.pools, state.reference, state.grad, state.stubs
             scope.callback(_restore_state, before)
             state.capture, state.rows, state.valid, state.pools = self, self.rows, self.valid_rows, (self.pool,)
-            state.reference, state.grad = False, torch.is_grad_enabled()
+            state.reference, state.grad, state.stubs = False, torch.is_grad_enabled(), self._stubs
             self._began = modes_now(self._kind)
             token = object()
             self.pool.attach(token)
@@ -433,7 +440,10 @@ class BreakableCapture:
             self._graphs.append(segment)
             self._unlaunched.append(segment)
             self._op_watch.settle()
-            if launch:
+        if self._after_segment is not None:
+            self._after_segment()
+        if launch:
+            with uninterrupted():
                 self._launch()
 
     def _launch(self) -> None:
@@ -484,4 +494,4 @@ def _waited(args: tuple[Any, ...], kwargs: dict[str, Any], which: Callable[[Tens
 
 
 def _restore_state(before: tuple[Any, ...]) -> None:
-    state.capture, state.phase, state.rows, state.valid, state.pools, state.reference, state.grad = before
+    state.capture, state.phase, state.rows, state.valid, state.pools, state.reference, state.grad, state.stubs = before

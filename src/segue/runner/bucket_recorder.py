@@ -54,12 +54,14 @@ class BucketRecorder:
         stream: Any,
         ladder: Ladder,
         request_ladder: Ladder | None,
+        after_segment: Callable[[], object] | None = None,
     ) -> None:
         self.fn, self.binder, self.outputs, self.counters = fn, binder, outputs, counters
         self._ladder = list(ladder)
         self._most = ladder.max, 0 if request_ladder is None else request_ladder.max
         self.device, self.pool = device, pool
         self.stream = devices.stream_of(device, stream)
+        self._after_segment = after_segment
         self._places: Places | None = None
         self.buffers: list[Buffer | None] = [None] * len(binder.leaves)
         # Of one bucket of each variant: its rows, and what its breaks hand on.
@@ -274,6 +276,8 @@ class BucketRecorder:
             name=f"bucket {stage.tokens}{also}",
             remedy=f"call recapture() on {self.owner}",
             inputs=self._named(stage.static),
+            stubs=state.stubs,
+            after_segment=self._after_segment,
         )
 
     @property

@@ -13,6 +13,7 @@ from torch import Tensor
 from segue import _torch
 from segue.capture.isolation import collect_garbage
 from segue.capture.object_graph import plain_values
+from segue.capture.thread_state import capture_stubs
 from segue.errors import UsageError
 from segue.runner.bucket_recorder import example_rows, synthetic
 from segue.runner.buckets import Buckets, RunsEager
@@ -123,11 +124,12 @@ class Precapture:
         writes = WriteLog(self.recorder.owns, self._state)
         try:
             for _ in range(self.buckets.warmups):
-                with writes:
+                with writes, capture_stubs():
                     self.buckets.warm(call, tokens, requests, self._context_of(tokens))
             self.call.specs = ()
-            with writes:
+            with writes, capture_stubs():
                 self.buckets.capture(call, tokens, requests, self._context_of(tokens), self._last)
+            with writes:
                 if self._verifier is not None and not self._replays_rightly(call, tokens, requests, self._verifier):
                     return
         except RunsEager:

@@ -74,6 +74,7 @@ class GraphRunner:
         strategies: how buckets are captured, the preferred first; the last must serve every call.
         progress: show progress and a closing line on stderr during ``capture()``.
         warmups: runs of the reference before a bucket is captured. Kernels that tune themselves may need several.
+        after_segment: is called after each segment's end during a capture, as for :class:`BreakableCapture`.
 
     ``SEGUE=off`` in the environment when the runner is made runs everything eager.
 
@@ -109,10 +110,12 @@ class GraphRunner:
         strategies: Sequence[Strategy] | None = None,
         progress: bool = True,
         warmups: int = 1,
+        after_segment: Callable[[], object] | None = None,
     ) -> None:
         self._lease = options.one_of("outputs", outputs, "copy", "lease")
         self._retry = options.one_of("on_failure", on_failure, "raise", "eager")
         self._max_variants = options.whole_number("max_variants", max_variants, 1)
+        self._after_segment = options.function("after_segment", after_segment, "no arguments")
         self._warmups = options.whole_number("warmups", warmups, 1)
         verify_every = options.whole_number("verify_every", verify_every, 0)
         self.fn, self.ladder = fn, options.ladder("buckets", buckets)
@@ -378,8 +381,9 @@ class GraphRunner:
         self._read = self._binder.read_any
         outputs = Outputs(*self._output_dims, self._binder.label)
         recorder = BucketRecorder(
-            self.fn, self._binder, outputs, self._counters, device, pool, self._stream, self.ladder, self.request_ladder
-        )
+            self.fn, self._binder, outputs, self._counters, device, pool, self._stream, self.ladder, self.request_ladder,
+            self._after_segment,
+        )  # fmt: skip
         self._left_out.clear()
         if self._budget is not None:
             self._budget.seen.clear()
@@ -467,7 +471,7 @@ class GraphRunner:
             "eager" if self._retry else "raise", self._strict, self._device_asked, request_buckets=self.request_ladder,
             output_request_dim=self._output_dims[1], pool=self._pool, stream=self._stream,
             verify_every=0 if self._verifier is None else self._verifier.every, strategies=self.strategies,
-            progress=self.progress, warmups=self._warmups,
+            progress=self.progress, warmups=self._warmups, after_segment=self._after_segment,
         )  # fmt: skip
         return copied
 

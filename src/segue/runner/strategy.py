@@ -29,7 +29,8 @@ class Job:
     ``valid``: the real tokens of this call, and ``ctx`` its context. ``root``: the names that the captured function reaches.
     ``name``: what errors call the capture. ``remedy``: what they tell the user to do about something that has changed since.
     ``launched``: the strategy sets it if something had run when the capture failed, which an eager retry would run twice.
-    ``inputs``: the static inputs by name, at the bucket's shape.
+    ``inputs``: the static inputs by name, at the bucket's shape. ``stubs``: nobody waits for the answer, so breaks run their
+    capture stubs. ``after_segment``: to be called after each segment's end.
     """
 
     forward: Forward
@@ -45,6 +46,8 @@ class Job:
     remedy: str = "capture again"
     launched: bool = False
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    stubs: bool = False
+    after_segment: Callable[[], object] | None = None
 
 
 class CapturedForward(Protocol):
@@ -120,6 +123,8 @@ class Breakable:
             defer_checks=True,
             remedy=job.remedy,
             own=dict(job.inputs),
+            stubs=job.stubs,
+            after_segment=job.after_segment,
         )
         with torch.inference_mode(), active_forward(job.ctx), capture:
             try:
