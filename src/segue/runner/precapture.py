@@ -59,7 +59,7 @@ class Precapture:
         verify: bool = False,
     ) -> None:
         self.buckets, self.recorder, self.call = buckets, buckets.recorder, call
-        self._last, self._context, self._make_context, self._state = last, context, make_context, state
+        self._last, self.context, self._make_context, self._state = last, context, make_context, state
         self._shown, self._verifier = progress, ReplayVerifier(1, state) if verify else None
         self._fixed = request_ladder is not None  # rows and requests of the example belong together
         self.left_out: dict[int, Cost | str] = {}
@@ -70,6 +70,17 @@ class Precapture:
             rungs = held
         self.rungs = [r for r in rungs if self._graphs(r) is None and r[0] not in buckets.left_out]
         self.done: list[Rung] = []
+
+    def estimate(self) -> Cost:
+        """What the whole ladder will take, from its largest and its smallest bucket, which are captured: the largest one's pool,
+        in which the others have room, and the driver's share of each graph.
+        """
+        if not self.rungs:
+            return Cost(0, 0)
+        count, self.rungs = len(self.rungs), list(dict.fromkeys((self.rungs[0], self.rungs[-1])))
+        cost = self.run().cost
+        inputs = sum(b.nbytes for b in self.recorder.buffers if b is not None)
+        return Cost(cost.pool, round(cost.driver * count / len(self.rungs)), inputs)
 
     def run(self) -> CaptureSummary:
         """Capture every bucket that has no graph yet, largest first, and say what was done.
@@ -93,7 +104,7 @@ class Precapture:
                 "segue: capturing changed Python attributes, which are not put back: %s",
                 ", ".join(f"{k} ({a!r} to {b!r})" for k, (a, b) in changed.items()),
             )
-        decisions = self.recorder.places(self._context).decisions
+        decisions = self.recorder.places(self.context).decisions
         programs = [p.program for r in self.done if (p := self._graphs(r)) is not None]
         summary = CaptureSummary(
             buckets=tuple(dict.fromkeys(r[0] for r in self.done)),
@@ -117,7 +128,7 @@ class Precapture:
 
     def _capture_one(self, tokens: int, requests: int | None) -> None:
         """Warm up and capture one bucket, then put back what either wrote."""
-        all_real = self._make_context is not None or self._context is None
+        all_real = self._make_context is not None or self.context is None
         call = self.call
         if not self._fixed:
             call = example_rows(call, self.recorder.binder, tokens if all_real else min(call.tokens, tokens))
@@ -247,11 +258,25 @@ class Precapture:
         return self.buckets.graphs.get((self.call.key, *rung))
 
     def _context_of(self, tokens: int) -> Any:
-        return self._context if self._make_context is None else self._make_context(tokens)
+        return self.context if self._make_context is None else self._make_context(tokens)
 
     def _attributes(self) -> dict[str, Any]:
         found = plain_values(self.recorder.fn)
-        return found if self._context is None else {**found, **plain_values(self._context, "ctx")}
+        return found if self.context is None else {**found, **plain_values(self.context, "ctx")}
+
+
+class KeptExample:
+    """The example of an explicit capture, with its tensors on the host, from which a runner captures anew later.
+
+    ``ctx``: its context, held as it is.
+    """
+
+    def __init__(self, binder: Binder, call: Call, ctx: Any) -> None:
+        named = dict(zip(binder.names, call.values, strict=False))
+        for further in call.values[len(binder.names) :]:  # flags beyond the named parameters
+            named.update(further)
+        tensors = [None if t is None else t.detach().to("cpu", copy=True) for t in call.tensors]
+        self.kwargs, self.ctx = binder.placed(named, tensors), ctx
 
 
 def example_call(binder: Binder, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any) -> Call:

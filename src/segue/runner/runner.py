@@ -29,9 +29,9 @@ from segue.runner.ladder import Ladder
 from segue.runner.memory_budget import Cost, MemoryBudget
 from segue.runner.module_guard import ModuleGuard
 from segue.runner.outputs import Lease, Outputs
-from segue.runner.precapture import Precapture, example_call
+from segue.runner.precapture import KeptExample, Precapture, example_call
 from segue.runner.progress import CaptureSummary
-from segue.runner.reasons import DISABLED, OTHER_SIZE, TRACED
+from segue.runner.reasons import ASLEEP, DISABLED, OTHER_SIZE, TRACED
 from segue.runner.replay_verifier import ReplayVerifier
 from segue.runner.stats import Counters, Stats
 from segue.runner.strategy import Breakable, Strategy
@@ -144,6 +144,8 @@ class GraphRunner:
         self._device_asked, self._pool, self._stream = device, pool, stream
         self._verifier = ReplayVerifier(verify_every, self.state) if verify_every else None
         self._closed, self._opening = False, threading.Lock()
+        self._asleep = False
+        self._example: KeptExample | None = None  # of the last capture()
         self._buckets: Buckets | None = None
         known = device is not None or devices.device_of(pool) is not None or self.guard.device is not None
         if self._settles_at_once and known:
@@ -256,6 +258,8 @@ class GraphRunner:
             reference.
         """
         buckets = self.prepare(*args, **kwargs)
+        if self._asleep:
+            raise UsageError("the runner is asleep, so nothing is captured: call wake()")
         with buckets.recorder.lock:
             self.summary = self._precapture(buckets, args, kwargs, ctx, verify)
         return self.summary
@@ -269,8 +273,58 @@ class GraphRunner:
         buckets = self.prepare(*args, **kwargs)
         with buckets.recorder.lock:
             buckets.drop(buckets.graphs)
+            self._asleep = False
             self._settle((*args, *kwargs.values()))
         return self.capture(*args, ctx=ctx, **kwargs) if args or kwargs else None
+
+    def sleep(self) -> None:
+        """Free the graphs, the input buffers, and the pool unless others use it. Until :meth:`wake`, calls run eager, counted.
+
+        Raises:
+            UsageError: the runner was closed.
+        """
+        self._refuse_closed()
+        self._asleep = True
+        self.guard.forget()
+        if (buckets := self._buckets) is None:
+            self._note_asleep()
+            return
+        with buckets.recorder.lock:
+            buckets.drop(buckets.graphs)
+            self._begin(buckets.recorder.device, buckets.recorder.pool)
+
+    def wake(self, *args: Any, ctx: Any = None, **kwargs: Any) -> CaptureSummary | None:
+        """End :meth:`sleep` and capture anew: from this example or, where none is given, from that of the last :meth:`capture`.
+
+        The runner keeps that example, its tensors on the host, and its context where there is no ``capture_ctx``. Without
+        either, buckets are captured as calls come, and None is returned. On a runner that isn't asleep it does nothing.
+
+        Raises:
+            as :meth:`capture`. The runner is awake then.
+        """
+        if not self._asleep:
+            return None
+        self._asleep = False
+        self._left_out.clear()
+        if args or kwargs:
+            return self.capture(*args, ctx=ctx, **kwargs)
+        example = self._example
+        return None if example is None else self.capture(ctx=example.ctx if ctx is None else ctx, **example.kwargs)
+
+    def estimate(self, *args: Any, ctx: Any = None, **kwargs: Any) -> Cost:
+        """What the graphs of the whole ladder will take, in bytes, before any of them is captured: to size a KV cache by, say.
+
+        It is measured: from the example, as for :meth:`capture`, the largest and the smallest bucket are captured in a pool of
+        their own, and freed. It counts one variant, and the strategy that serves every call.
+
+        Raises:
+            as :meth:`capture`.
+        """
+        buckets = self.prepare(*args, **kwargs)
+        if self.disabled:
+            return Cost(0, 0)
+        with self.clone(buckets.recorder.device.new_pool()) as trial:
+            return trial._session(trial.prepare(), args, kwargs, ctx, False).estimate()
 
     def close(self) -> None:
         """Drop every graph; further calls raise. Memory goes back when no other graph shares the pool. May be called
@@ -348,9 +402,12 @@ class GraphRunner:
             return given
         return self.admission.decide(call.tokens, call.requests, strategy)
 
-    def _open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Buckets:
+    def _refuse_closed(self) -> None:
         if self._closed:
             raise UsageError("this runner was closed; its graphs are gone. Make a new one")
+
+    def _open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Buckets:
+        self._refuse_closed()
         with self._opening:
             return self._buckets or self._settle((*args, *kwargs.values()))
 
@@ -379,12 +436,16 @@ class GraphRunner:
         self._binder = Binder(self.fn, self.inputs)
         self._binder.place(device.torch_device)
         self._read = self._binder.read_any
+        return self._begin(device, pool)
+
+    def _begin(self, device: Device, pool: Pool) -> Buckets:
+        """Begin without graphs."""
         outputs = Outputs(*self._output_dims, self._binder.label)
         recorder = BucketRecorder(
             self.fn, self._binder, outputs, self._counters, device, pool, self._stream, self.ladder, self.request_ladder,
             self._after_segment,
         )  # fmt: skip
-        self._left_out.clear()
+        self._note_asleep()
         if self._budget is not None:
             self._budget.seen.clear()
         self._buckets = Buckets(
@@ -401,14 +462,28 @@ class GraphRunner:
         )
         return self._buckets
 
+    def _note_asleep(self) -> None:
+        """Leave out all buckets while it sleeps, and none because of what was there before."""
+        self._left_out.clear()
+        if self._asleep:
+            self._left_out.update(dict.fromkeys(self.ladder, ASLEEP))
+
     def _precapture(
         self, buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any, verify: bool
     ) -> CaptureSummary:
         if self.disabled:
             log.info("SEGUE=off: nothing is captured, every call runs eager")
             return CaptureSummary((), 0, 0, 0.0, Cost(0, 0))
+        session = self._session(buckets, args, kwargs, ctx, verify)
+        summary = session.run()
+        self._example = KeptExample(buckets.recorder.binder, session.call, None if self.capture_ctx else session.context)
+        return summary
+
+    def _session(
+        self, buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any, verify: bool
+    ) -> Precapture:
         call = example_call(buckets.recorder.binder, args, kwargs, ctx)
-        session = Precapture(
+        return Precapture(
             buckets,
             call,
             self.ladder,
@@ -420,7 +495,6 @@ class GraphRunner:
             progress=self.progress,
             verify=verify,
         )
-        return session.run()
 
     def check(self, *args: Any, ctx: Any = None, **kwargs: Any) -> Report:
         """Compare replays with the reference, on private graphs, and name the op and line where they could differ.
