@@ -103,6 +103,37 @@ def test_packed_prompts_are_each_copied_into_their_own_session(device: Device, t
                         _same(value.tensor.narrow(value.dim, 0, n), rows)
 
 
+@pytest.mark.parametrize("lengths", [(10, 0, 21), (32,), (1, 1, 1), (7,)])
+def test_all_real_rows_are_given_on_request(device: Device, trunk: Any, lengths: tuple[int, ...]) -> None:
+    with segue.PrimeGraph(trunk, BUCKET, requests=3, device=device) as prime:
+        prime.run([prompt(32, device)], [trunk.new_cache(40)], rows="all")
+        prompts = [prompt(n, device, seed=r) for r, n in enumerate(lengths)]
+        sessions = [trunk.new_cache(40) if n else None for n in lengths]
+        for value in trunk.state(prime.scratch).values():
+            poison(value.tensor)
+        prime.pool.poison()
+        got, want = prime.run(prompts, sessions, rows="all"), prime.reference(prompts, rows="all")
+        assert got.hidden.shape[0] == got.logits.shape[0] == sum(lengths) and not got.hidden.is_inference()
+        _same(got.hidden, want.hidden)
+        _same(got.logits, want.logits)
+        kept, start = got.hidden.clone(), 0
+        last = prime.reference(prompts)
+        for r, n in enumerate(lengths):
+            if n:
+                assert trunk.get_length(sessions[r]) == n
+                _same(got.hidden[start + n - 1], last.hidden[r])
+                torch.testing.assert_close(got.logits[start + n - 1], last.logits[r], rtol=1e-4, atol=1e-4)
+                with segue.PrimeGraph(trunk, n, device=device, pool=device.new_pool()) as own:  # no padding at all
+                    alone = own.reference(prompts[r], rows="all")
+                torch.testing.assert_close(got.hidden[start : start + n], alone.hidden, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(got.logits[start : start + n], alone.logits, rtol=1e-4, atol=1e-4)
+            start += n
+        prime.run([prompt(30, device)], [trunk.new_cache(40)])
+        assert torch.equal(got.hidden, kept)
+        with pytest.raises(segue.UsageError, match='rows=3 is neither "last" nor "all"'):
+            prime.run(prompts, sessions, rows=3)  # type: ignore[arg-type]
+
+
 def test_a_packed_prompt_gets_what_it_gets_alone_up_to_rounding(device: Device, trunk: Any) -> None:
     with segue.PrimeGraph(trunk, BUCKET, requests=3, device=device) as prime:
         prompts = [prompt(n, device, seed=n) for n in (5, 11, 13)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -21,18 +21,20 @@ from segue.errors import UsageError, no_copy, traced
 from segue.prime.copyout import CopyOut
 from segue.prime.cuts import Pattern
 from segue.prime.fixed_inputs import Inputs
-from segue.prime.reference import Reference, embed, reference
+from segue.prime.reference import Reference, embed, logits_of, reference
 from segue.prime.requests import Batch, Limits, read, read_tokens
-from segue.prime.scratch_forward import ScratchForward, places_of, without_gradients
+from segue.prime.scratch_forward import Results, ScratchForward, places_of, without_gradients
 from segue.prime.trunk import Trunk
 from segue.prime.trunk_checks import check_trunk, held_weights, trunk_checks
 
 
 @dataclass(frozen=True)
 class PrimeResult:
-    """What a run gives, the caller's own, one row for each prompt of the call; those of empty prompts are zero.
+    """What a run gives, the caller's own.
 
-    ``logits``: [requests, V]. ``hidden``: the last real row's state [requests, H].
+    With ``rows="last"`` one row for each prompt of the call, that of its last token: ``logits`` [requests, V] and ``hidden``
+    [requests, H]. Those of empty prompts are zero. With ``rows="all"`` one row for each of the n tokens of the call, one prompt
+    after the other: [n, V] and [n, H].
     """
 
     logits: Tensor
@@ -128,7 +130,7 @@ class PrimeGraph:
         """The capture itself, for a close look; None with ``SEGUE=off``."""
         return self._bound.forward.captured
 
-    def run(self, tokens: Any, session: Any) -> PrimeResult:
+    def run(self, tokens: Any, session: Any, rows: Literal["last", "all"] = "last") -> PrimeResult:
         """Run a fresh prompt and leave its state in ``session``; or several, with lists of both.
 
         Args:
@@ -137,6 +139,9 @@ class PrimeGraph:
                 and costs nothing.
             session: a fresh cache of the trunk's with room for the prompt. It is written only after everything else
                 went well.
+            rows: of which tokens hidden states and logits are returned: of each prompt's last, or of all, as a drafter needs.
+                All rows equal those of the trunk's forward at the prompt's own length to rounding. The head of all rows runs
+                after the graph, eagerly.
 
         Raises:
             InputError: what was given doesn't fit: too many or too few tokens, a used session, one of another model,
@@ -144,6 +149,8 @@ class PrimeGraph:
                 ReplayError: something that the graph reads was re-pointed, or it was closed. Either way the sessions are as
                 they were.
         """
+        if rows not in ("last", "all"):
+            raise UsageError(f'{self.name}: rows={rows!r} is neither "last" nor "all"')
         if state.capture is not None:
             raise UsageError(f"{self.name}: it was run inside a capture, which would record it. Run it outside")
         if _torch.is_tracing():
@@ -156,17 +163,17 @@ class PrimeGraph:
             with _torch.inference_guard(True):
                 batch = read(tokens, session, bound.limits, self.trunk)
                 named(f"staging, bucket {self.bucket}", self._stage)(bound.inputs, batch)
-                logits, hidden = bound.forward.run() if bound.forward.captured is None else bound.forward.replay()
+                found = bound.forward.run() if bound.forward.captured is None else bound.forward.replay()
             # From here the device is at work, and what is checked costs no time. Only the scratch cache has been written.
             bound.check()
             with without_gradients(as_caller):
-                result = named("outputs", _owned)(logits, hidden, batch)
+                result = named("outputs", self._owned)(found, batch, rows)
             named("copy-out", bound.forward.deliver)(batch.sessions, batch.lengths, inference=as_caller)
         return result
 
-    def reference(self, tokens: Any) -> Reference:
+    def reference(self, tokens: Any, rows: Literal["last", "all"] = "last") -> Reference:
         """What a run of these tokens (ids, or a list of them) must equal: the trunk, eager, on a fresh cache."""
-        return reference(self.trunk, self.batch(tokens), self.bucket, self.requests, self.name)
+        return reference(self.trunk, self.batch(tokens), self.bucket, self.requests, self.name, every=rows == "all")
 
     def batch(self, tokens: Any) -> Batch:
         """``tokens`` as :meth:`run` reads them, without sessions.
@@ -211,6 +218,20 @@ class PrimeGraph:
 
     def _stage(self, inputs: Inputs, batch: Batch) -> None:
         inputs.fill(embed(self.trunk, batch, self.name, inputs.x), batch)
+
+    def _owned(self, found: Results, batch: Batch, rows: str) -> PrimeResult:
+        """A copy of the graph's results: those of each prompt's last row or of all real rows, with their logits."""
+        logits, last, hidden = found
+        if rows == "all":
+            real = hidden[: batch.total].clone()
+            return PrimeResult(logits_of(self.trunk, real, self.name), real)
+        count = len(batch.lengths)
+        result = PrimeResult(logits[:count].clone(), last[:count].clone())
+        for r, n in enumerate(batch.lengths):
+            if not n:
+                result.logits[r].zero_()
+                result.hidden[r].zero_()
+        return result
 
     def _check_state(self) -> ModuleChecks:
         """Refuse to record inside another capture or in training mode. Returns the checks for later runs."""
@@ -285,16 +306,6 @@ class _Bound:
         """Raise UsageError for a trunk in training mode, or for gradients that would have to be recorded."""
         self.checks.check_modes()
         self.checks.check_gradients()
-
-
-def _owned(logits: Tensor, hidden: Tensor, batch: Batch) -> PrimeResult:
-    count = len(batch.lengths)
-    result = PrimeResult(logits[:count].clone(), hidden[:count].clone())
-    for r, n in enumerate(batch.lengths):
-        if not n:
-            result.logits[r].zero_()
-            result.hidden[r].zero_()
-    return result
 
 
 def _check_sizes(trunk: Trunk, bucket: int, requests: int, name: str) -> None:

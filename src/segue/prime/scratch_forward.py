@@ -25,7 +25,7 @@ from segue.errors import CaptureError, SegueError, UsageError
 from segue.prime.copyout import CopyOut
 from segue.prime.cuts import Pattern, marks, patterns, pinned, quickest
 from segue.prime.fixed_inputs import Offsets
-from segue.prime.reference import logits_and_last
+from segue.prime.reference import logits_and_hidden
 from segue.prime.trunk import Trunk
 
 log = logging.getLogger("segue")
@@ -87,7 +87,7 @@ class ScratchForward:
         """Run the trunk eagerly on the scratch cache as it is, which must be fresh."""
         cu_seqlens = self.offsets.cu_seqlens
         if self._with_head:
-            return logits_and_last(self.trunk, self.x, cu_seqlens, self.scratch, self.name)
+            return logits_and_hidden(self.trunk, self.x, cu_seqlens, self.scratch, self.name)
         return (self.trunk.forward(self.x, cu_seqlens, self.scratch),)
 
     def run(self) -> Results:
