@@ -157,14 +157,17 @@ class BreakSpec:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         return [given[name] for name in names if name in given]
 
-    def note_names(self, args: tuple[Any, ...], baked: Baked, line: str) -> None:
-        """Note where a forward that calls this break finds it: as a global, or as a method."""
+    def note_names(self, args: tuple[Any, ...], tensors: Sequence[Tensor], baked: Baked, line: str) -> None:
+        """Note where a forward that calls this break finds it, as a global or a method, and the globals among its arguments.
+
+        ``tensors``: those that lie outside the pool.
+        """
         decorated, user = self.decorated(), f"break {self.label} at {line}"
+        for held, name, value in _source_lines.caller_globals():
+            if (value is decorated and value is not None) or any(value is t for t in tensors):
+                baked.slots[id(held), name] = Place(held, name, name, None), value, user
         if decorated is None:
             return
-        for held, name, value in _source_lines.caller_globals():
-            if value is decorated:
-                baked.slots[id(held), name] = Place(held, name, name, None), decorated, user
         owner = args[0] if self.receiver and args else None
         cls = owner if isinstance(owner, type) else type(owner)
         own = getattr(owner, "__dict__", {})
@@ -226,7 +229,8 @@ class Break:
                 user=f"break {spec.label}", line=self.called_at, into=into, where=where,
             )  # fmt: skip
             if baked.bare:
-                spec.note_names(args, baked, self.called_at)
+                outside = [a for a in _tensors([*args, *kwargs.values()]) if not watch.pool.owns(a)]
+                spec.note_names(args, outside, baked, self.called_at)
         self._take: Take = _ignore
         self._single: Handoff | None = None  # the whole result is one tensor
         self._nothing = False  # the whole result is None

@@ -15,6 +15,7 @@ from torch import Tensor
 from segue import _source_lines, _torch, devices
 from segue.capture.break_memory import BreakMemory
 from segue.capture.break_points import Break, BreakSpec
+from segue.capture.context_variables import LiveVariables
 from segue.capture.externals import Baked, External, Externals
 from segue.capture.isolation import forget_casts, no_garbage_collection, one_capture, tuned_kernel, uninterrupted
 from segue.capture.leftovers import Leftovers
@@ -196,6 +197,7 @@ class BreakableCapture:
             state.capture, state.rows, state.valid, state.pools = self, self.rows, self.valid_rows, (self.pool,)
             state.reference, state.grad, state.stubs = False, torch.is_grad_enabled(), self._stubs
             self._began = modes_now(self._kind)
+            self._baked.variables = LiveVariables(self._began.variables)
             token = object()
             self.pool.attach(token)
             self._retire = weakref.finalize(self, self.pool.retire, token, self._graphs)
