@@ -291,10 +291,10 @@ def _refuse_stale(externals: list[External], places: list[Place | None]) -> None
 
 def _out_of_sight(external: External) -> CaptureError:
     return CaptureError(
-        f"{external.op} at {external.where} is a tensor {tuple(external.tensor.shape)}, and whether the live context holds it can't "
-        f"be told: only {DEEPEST} levels and {MOST} values of a context are looked at, and this one has more. Every replay would "
-        "pass this tensor. Read it inside the break, from current_forward_ctx(), or give active_forward() a context that holds "
-        "less."
+        f"{external.op} at {external.where} is a tensor {tuple(external.tensor.shape)}, and whether the live context holds it "
+        f"can't be told: only {DEEPEST} levels and {MOST} values of a context are looked at, and this one has more. Every replay "
+        "would pass this tensor. Read it inside the break, from current_forward_ctx(), or give active_forward() a context that "
+        "holds less."
     )
 
 

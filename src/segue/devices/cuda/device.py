@@ -85,6 +85,7 @@ class CudaDevice:
                     self._make_blas_workspace()
                     yield
             finally:
+                pool.side_streams.clear()
                 caller.wait_stream(stream)
 
     def _make_blas_workspace(self) -> None:

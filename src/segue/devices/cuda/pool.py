@@ -68,6 +68,7 @@ class CudaPool:
         self._put_off = False  # whether to flush when the turn under way ends
         self._stream: int | None = None  # raw stream of the last replay
         self._stream_object: torch.cuda.Stream | None = None
+        self.side_streams: dict[int, torch.cuda.Stream] = {}  # by handle, those that the capture under way has forked
         self._attached: set[object] = set()
         self._retired: list[Any] = []
         self._anchor: torch.cuda.CUDAGraph | None = None
