@@ -141,3 +141,18 @@ def test_a_hook_that_fails_fails_the_capture_which_leaves_no_trace(device: Devic
         assert torch.equal(runner(x), (x * 2 + 1) * 3)
     with pytest.raises(segue.UsageError, match="after_segment=3 must be a function of no arguments"):
         segue.GraphRunner(lambda x: x, {"x": segue.Input(0, 0.0)}, [4], after_segment=3)  # type: ignore[arg-type]
+
+
+def test_a_full_graph_holds_the_function_and_never_its_stub(device: Device) -> None:
+    def stub(x: Tensor) -> Tensor:
+        raise AssertionError("the stub ran")
+
+    body = segue.break_point(lambda x: x * 10, capture_stub=stub)
+    strategies = [segue.Full(takes=lambda args, kwargs, ctx: True, buckets=[2, 4]), segue.Breakable()]
+    runner = segue.GraphRunner(
+        lambda x: body(x * 2) + 1, {"x": segue.Input(0, 0.0)}, [8], device=device, pool=device.new_pool(), progress=False,
+        strategies=strategies,
+    )  # fmt: skip
+    runner.capture(rows(device, 1))
+    x = rows(device, 3)
+    assert torch.equal(runner(x), x * 20 + 1) and runner.stats.strategies == {"full": 1}

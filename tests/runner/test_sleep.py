@@ -104,12 +104,11 @@ def test_the_example_keeps_its_context_flags_and_structure(make, model, made):
 def test_a_runner_that_sleeps_says_so_where_graphs_are_demanded(make, model):
     runner = make(model, strict=True)
     runner.capture(model.x(3))
-    lease = runner.admit(3)
+    decision = runner.admit(3)
     runner.sleep()
-    with pytest.raises(NoBucketError, match="asleep"):
-        runner(model.x(3))
-    with pytest.raises(UsageError, match="take decisions from"):
-        runner(model.x(3), decision=lease)
+    for given in (None, decision):
+        with pytest.raises(NoBucketError, match=r"3 tokens: eager, asleep: Call wake\(\)"):
+            runner(model.x(3), decision=given)
     with pytest.raises(UsageError, match=r"asleep, so nothing is captured: call wake\(\)"):
         runner.capture(model.x(3))
     runner.recapture(model.x(3))
@@ -134,3 +133,20 @@ def test_the_memory_of_all_graphs_is_estimated_before_any_is_there(device, make,
     assert cost.inputs >= 512 * 4 * 4
     torch.testing.assert_close(runner(model.x(200)), wide(model.x(200)))
     assert runner.stats.replayed == 1
+
+
+def test_examples_of_several_strategies_are_all_captured_anew(make, model):
+    scale = segue.break_point(lambda x: x * 2)
+    full = segue.Full(takes=lambda args, kwargs, ctx: args[0].shape[0] <= 2, buckets=[1, 2])
+    runner = make(lambda x: scale(x + 1) + 1, INPUTS, [4, 8], strategies=[full, segue.Breakable()])
+    runner.capture(model.x(1))
+    runner.capture(model.x(3))
+    assert runner.stats.buckets == (1, 2, 4, 8)
+    runner.sleep()
+    assert runner.admit(1, strategy="full").reason == "asleep" and close(runner(model.x(1)), (model.x(1) + 1) * 2 + 1)
+    runner.wake()
+    assert runner.stats.buckets == (1, 2, 4, 8)
+    expected = [2, 7, 1, 3]
+    for n in expected:
+        assert torch.equal(runner(model.x(n)), (model.x(n) + 1) * 2 + 1)
+    assert runner.stats.strategies == {"full": 2, "breakable": 2}

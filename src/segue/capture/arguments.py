@@ -135,11 +135,9 @@ class BoundArguments:
     def _in_variable(self, name: str, value: Any) -> Make | None:
         """What reads ``value`` from a context variable of the caller's; None if none holds it."""
         variables = self._baked.variables
-        if variables is None or is_plain(value):
-            return None
-        if isinstance(value, Tensor) and value.layout is torch.strided and self._op_watch.pool.owns(value):
-            return None
-        return variables.find(value, name, self._where)
+        read = None if variables is None or is_plain(value) else variables.find(value, name, self._where)
+        ours = read is not None and isinstance(value, Tensor) and value.layout is torch.strided
+        return None if ours and self._op_watch.pool.owns(value) else read
 
     def _tensor(self, name: str, t: Tensor) -> Tensor:
         """``t`` as a replay uses it. Outside the pool, each replay looks whether its holder still holds that memory."""

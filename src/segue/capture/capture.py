@@ -61,6 +61,7 @@ class BreakableCapture:
             recorded: a barrier of ranks that must capture together, say. If it raises an error, the capture has failed.
         own: what holds tensors outside the pool that only the caller uses, such as input buffers and a scratch cache. The first
             segment may write them before the checks are done.
+        breaks_inside: break points end no segment. Their functions are recorded like everything else, and get all rows.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class BreakableCapture:
         defer_checks: bool = False,
         remedy: str = "capture again",
         own: Any = None,
+        breaks_inside: bool = False,
         stubs: bool = True,
         after_segment: Callable[[], object] | None = None,
     ) -> None:
@@ -86,7 +88,7 @@ class BreakableCapture:
         self.device: Device = devices.resolve(devices.device_of(pool) if device is None else device)
         self.pool: Pool = devices.pool_of(self.device, pool)
         self.stream: Any = devices.stream_of(self.device, stream)
-        self.rows, self.valid_rows = rows, valid_rows
+        self.rows, self.valid_rows, self.breaks_inside = rows, valid_rows, breaks_inside
         self.name = name or ("capture" if rows is None else f"capture of {rows} rows")
         self._kind = self.device.torch_device.type
         self._began: Modes  # the caller's, when the capture began

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -16,14 +17,14 @@ from segue.capture.object_graph import plain_values
 from segue.capture.thread_state import capture_stubs
 from segue.errors import UsageError
 from segue.runner.bucket_recorder import example_rows, synthetic
-from segue.runner.buckets import Buckets, RunsEager
+from segue.runner.buckets import Buckets
 from segue.runner.calls import Binder, Call
 from segue.runner.captured_bucket import CapturedBucket
 from segue.runner.ladder import Ladder
 from segue.runner.memory_budget import Cost, mib
 from segue.runner.progress import CaptureSummary, Progress
 from segue.runner.replay_verifier import ReplayVerifier
-from segue.runner.strategy import Strategy
+from segue.runner.strategy import Declined, Strategy, ladder_of
 from segue.runner.write_log import WriteLog, generators_kept
 
 log = logging.getLogger("segue")
@@ -37,7 +38,7 @@ class Precapture:
         buckets: the runner's. What they have captured already stays.
         call: the example.
         ladder: token buckets. ``request_ladder``: request buckets, if some input is request-shaped.
-        last: the strategy that serves every call.
+        strategy: the one that takes the example.
         context: of the example. ``make_context``: from a bucket to a context, which then is used instead.
         state: tensors to put back, whatever their size.
         progress: whether to show it.
@@ -51,7 +52,7 @@ class Precapture:
         ladder: Ladder,
         request_ladder: Ladder | None,
         *,
-        last: Strategy,
+        strategy: Strategy,
         context: Any,
         make_context: Callable[[int], Any] | None,
         state: Sequence[Tensor],
@@ -59,12 +60,17 @@ class Precapture:
         verify: bool = False,
     ) -> None:
         self.buckets, self.recorder, self.call = buckets, buckets.recorder, call
-        self._last, self.context, self._make_context, self._state = last, context, make_context, state
+        self._strategy, self.context, self._make_context, self._state = strategy, context, make_context, state
         self._shown, self._verifier = progress, ReplayVerifier(1, state) if verify else None
-        self._fixed = request_ladder is not None  # rows and requests of the example belong together
+        own = ladder_of(strategy)
+        self._fixed = request_ladder is not None or own is not None  # rows and requests of the example belong together
         self.left_out: dict[int, Cost | str] = {}
-        rungs = _rungs(list(ladder), None if request_ladder is None else list(request_ladder))
-        if request_ladder is not None:
+        if own is None:
+            rungs = _rungs(list(ladder), None if request_ladder is None else list(request_ladder))
+        else:
+            each = call.tokens // max(1, call.tokens if request_ladder is None else call.requests)
+            rungs = [(b * each, None if request_ladder is None else b) for b in reversed(own)]
+        if self._fixed:
             held = [r for r in rungs if r[0] >= call.tokens and (r[1] or 0) >= call.requests]
             self._note_too_small(rungs, held)
             rungs = held
@@ -136,14 +142,14 @@ class Precapture:
         try:
             for _ in range(self.buckets.warmups):
                 with writes, capture_stubs():
-                    self.buckets.warm(call, tokens, requests, self._context_of(tokens))
+                    self.buckets.warm(call, tokens, requests, self._context_of(tokens), self._strategy)
             self.call.specs = ()
             with writes, capture_stubs():
-                self.buckets.capture(call, tokens, requests, self._context_of(tokens), self._last)
+                self.buckets.capture(call, tokens, requests, self._context_of(tokens), self._strategy)
             with writes:
                 if self._verifier is not None and not self._replays_rightly(call, tokens, requests, self._verifier):
                     return
-        except RunsEager:
+        except Declined:
             return
         except Exception as e:
             # The error is logged, and if the bucket was given up, nobody waits for the answer to an example.
@@ -162,7 +168,9 @@ class Precapture:
         other = verifier.copied(who, ctx) if self._make_context is None else self._context_of(tokens)
         trial = Call(call.values, ctx, call.tensors, call.key, call.tokens, call.requests, call.foreign)
         try:
-            verifier.compare(trial, other, captured, self.recorder, self._last, who)
+            verifier.compare(trial, other, captured, self.recorder, self._strategy, who)
+        except Declined:  # of another context than that of the capture, which says nothing about its graph
+            return True
         except Exception as e:
             self.buckets.give_up((call.key, tokens, requests), e)
             return False
@@ -240,7 +248,7 @@ class Precapture:
         """Note and log the pairs that are too small for the example. Its rows and requests belong together, so it can't be
         cut.
         """
-        example = f"{self.call.tokens} tokens and {self.call.requests} requests"
+        example = f"{self.call.tokens} tokens" + (f" and {self.call.requests} requests" if self.call.requests >= 0 else "")
         captured = {r[0] for r in held}
         for bucket in dict.fromkeys(r[0] for r in rungs if r[0] not in captured):
             self.left_out[bucket] = f"too small for the example of {example}"
@@ -268,15 +276,17 @@ class Precapture:
 class KeptExample:
     """The example of an explicit capture, with its tensors on the host, from which a runner captures anew later.
 
-    ``ctx``: its context, held as it is.
+    ``args``, ``kwargs``: as they were given. ``ctx``: its context, held as it is.
     """
 
-    def __init__(self, binder: Binder, call: Call, ctx: Any) -> None:
+    def __init__(self, binder: Binder, call: Call, positional: int, ctx: Any) -> None:
         named = dict(zip(binder.names, call.values, strict=False))
         for further in call.values[len(binder.names) :]:  # flags beyond the named parameters
             named.update(further)
         tensors = [None if t is None else t.detach().to("cpu", copy=True) for t in call.tensors]
         self.kwargs, self.ctx = binder.placed(named, tensors), ctx
+        first = list(takewhile(self.kwargs.__contains__, binder.names[:positional]))  # a positional ctx is kept apart
+        self.args = tuple(self.kwargs.pop(name) for name in first)
 
 
 def example_call(binder: Binder, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any) -> Call:

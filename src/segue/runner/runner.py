@@ -21,8 +21,8 @@ from segue.errors import NoBucketError, UsageError, no_copy
 from segue.runner import options
 from segue.runner.admission import EAGER, Admission, Decision
 from segue.runner.bucket_recorder import BucketRecorder, run_eager
-from segue.runner.buckets import Buckets, Route, RunsEager
-from segue.runner.calls import Binder, Call
+from segue.runner.buckets import Buckets, Route
+from segue.runner.calls import Binder, Call, Key
 from segue.runner.check_report import Report, checker
 from segue.runner.inputs import Declared
 from segue.runner.ladder import Ladder
@@ -34,7 +34,7 @@ from segue.runner.progress import CaptureSummary
 from segue.runner.reasons import ASLEEP, DISABLED, OTHER_SIZE, TRACED
 from segue.runner.replay_verifier import ReplayVerifier
 from segue.runner.stats import Counters, Stats
-from segue.runner.strategy import Breakable, Strategy
+from segue.runner.strategy import Breakable, Declined, Strategy, ladder_of
 
 log = logging.getLogger("segue")
 
@@ -134,8 +134,9 @@ class GraphRunner:
         self.summary: CaptureSummary | None = None
         self.guard, self.disabled = ModuleGuard(fn), environment.disabled()
         self._left_out: dict[int, str] = {}
+        own = {s.name: ladder for s in self.strategies if (ladder := ladder_of(s)) is not None}
         self.admission = Admission(
-            self.ladder, self.request_ladder, max_padding, tuple(s.name for s in self.strategies), self._left_out
+            self.ladder, self.request_ladder, max_padding, tuple(s.name for s in self.strategies), self._left_out, own
         )
         self._last = self.strategies[-1].name  # the strategy that serves every call
         self._preferred = {s.name for s in self.strategies[:-1]}
@@ -145,7 +146,7 @@ class GraphRunner:
         self._verifier = ReplayVerifier(verify_every, self.state) if verify_every else None
         self._closed, self._opening = False, threading.Lock()
         self._asleep = False
-        self._example: KeptExample | None = None  # of the last capture()
+        self._examples: dict[Key, KeptExample] = {}  # of capture(), by variant and strategy
         self._buckets: Buckets | None = None
         known = device is not None or devices.device_of(pool) is not None or self.guard.device is not None
         if self._settles_at_once and known:
@@ -166,7 +167,9 @@ class GraphRunner:
         if (thread.reference or thread.capture is not None) and not thread.inside_break:
             raise _nested(self._binder.label)
         self.guard.look()
+        named = kwargs and self._preferred and dict(kwargs)  # binding empties them
         call = self._read(args, kwargs, ctx)
+        call.given = args, named or kwargs
         asked: tuple[int | None, int | None] | None = None
         if decision is None:
             strategy = self._strategy_for(call) if self._preferred else self._last
@@ -178,7 +181,12 @@ class GraphRunner:
             call.key = (*call.key, strategy)  # its graphs are not those of the last strategy
         route = (call.key, call.tokens, call.requests, strategy, asked)
         captured = buckets.routes.get(route)
-        return self._serve(call, decision, route, buckets) if captured is None else captured.run(call)
+        if captured is None:
+            return self._serve(call, decision, route, buckets)
+        try:
+            return captured.run(call)
+        except Declined as e:
+            return self._serve_otherwise(call, decision, strategy, buckets, e.reason)
 
     def admit(self, tokens: int, requests: int = -1, strategy: str | None = None) -> Decision:
         """Decide where a call of ``tokens`` tokens would run, and why. It changes nothing, and takes O(log n) for n buckets.
@@ -196,7 +204,7 @@ class GraphRunner:
             tokens = options.whole_number("tokens", tokens, 0)
         if requests != -1:
             requests = options.whole_number("requests", requests, 0)
-        return self.admission.decide(tokens, requests, strategy)
+        return Decision(None, EAGER, ASLEEP) if self._asleep else self.admission.decide(tokens, requests, strategy)
 
     def explain(self, tokens: int, requests: int = -1) -> str:
         """Say in a sentence what :meth:`admit` decides, with its numbers, and whether the bucket has a graph.
@@ -207,6 +215,8 @@ class GraphRunner:
         bucket = self.admit(tokens, requests).bucket
         if self.disabled:
             return f"{tokens} tokens: eager, SEGUE=off in the environment when the runner was made"
+        if self._asleep:
+            return f"{tokens} tokens: eager, {ASLEEP}: {ASLEEP.remedy}"
         text = self.admission.explain(tokens, requests)
         if bucket is None or self._buckets is None:
             return text
@@ -286,18 +296,17 @@ class GraphRunner:
         self._refuse_closed()
         self._asleep = True
         self.guard.forget()
-        if (buckets := self._buckets) is None:
-            self._note_asleep()
-            return
-        with buckets.recorder.lock:
-            buckets.drop(buckets.graphs)
-            self._begin(buckets.recorder.device, buckets.recorder.pool)
+        if (buckets := self._buckets) is not None:
+            with buckets.recorder.lock:
+                buckets.drop(buckets.graphs)
+                self._begin(buckets.recorder.device, buckets.recorder.pool)
 
     def wake(self, *args: Any, ctx: Any = None, **kwargs: Any) -> CaptureSummary | None:
-        """End :meth:`sleep` and capture anew: from this example or, where none is given, from that of the last :meth:`capture`.
+        """End :meth:`sleep` and capture anew: from this example or, where none is given, from those of :meth:`capture`.
 
-        The runner keeps that example, its tensors on the host, and its context where there is no ``capture_ctx``. Without
-        either, buckets are captured as calls come, and None is returned. On a runner that isn't asleep it does nothing.
+        The runner keeps these, one for each variant and strategy: tensors on the host, and the context where there is no
+        ``capture_ctx``. Without any, buckets are captured as calls come, and None is returned. On a runner that isn't asleep it
+        does nothing.
 
         Raises:
             as :meth:`capture`. The runner is awake then.
@@ -305,11 +314,12 @@ class GraphRunner:
         if not self._asleep:
             return None
         self._asleep = False
-        self._left_out.clear()
         if args or kwargs:
             return self.capture(*args, ctx=ctx, **kwargs)
-        example = self._example
-        return None if example is None else self.capture(ctx=example.ctx if ctx is None else ctx, **example.kwargs)
+        summary = None
+        for example in list(self._examples.values()):
+            summary = self.capture(*example.args, ctx=example.ctx if ctx is None else ctx, **example.kwargs)
+        return summary
 
     def estimate(self, *args: Any, ctx: Any = None, **kwargs: Any) -> Cost:
         """What the graphs of the whole ladder will take, in bytes, before any of them is captured: to size a KV cache by, say.
@@ -325,6 +335,12 @@ class GraphRunner:
             return Cost(0, 0)
         with self.clone(buckets.recorder.device.new_pool()) as trial:
             return trial._session(trial.prepare(), args, kwargs, ctx, False).estimate()
+
+    def count_in(self, counters: Counters) -> None:
+        """Count in ``counters`` from now on, before anything was called: two runners of one thing have one count."""
+        self._counters = counters
+        if self._buckets is not None:
+            self._buckets.recorder.counters = counters
 
     def close(self) -> None:
         """Drop every graph; further calls raise. Memory goes back when no other graph shares the pool. May be called
@@ -361,6 +377,8 @@ class GraphRunner:
             return self._eager(call, DISABLED)
         if _torch.is_tracing():  # sizes are tensors then, so that no route is known
             return self._fall_back(call, TRACED)
+        if self._asleep:
+            return self._fall_back(call, ASLEEP)
         if call.unlike is not None:
             return self._fall_back(call, OTHER_SIZE)
         decision = self._decide(call, given, route[3])
@@ -369,12 +387,25 @@ class GraphRunner:
         captured = buckets.find(call, decision)
         if captured is not None:
             buckets.remember(route, captured)
-            return captured.run(call)
         try:
-            return buckets.serve(call, decision)
-        except RunsEager as e:
-            reason = e.reason
-        return self._fall_back(call, reason)
+            return buckets.serve(call, decision) if captured is None else captured.run(call)
+        except Declined as e:
+            return self._serve_otherwise(call, given, route[3], buckets, e.reason)
+
+    def _serve_otherwise(self, call: Call, given: Decision | None, strategy: str, buckets: Buckets, reason: str) -> Any:
+        """Answer a call that graphs of ``strategy`` can't serve, for ``reason``: by the strategies after it, or eagerly.
+
+        A decision that the caller gave is not changed, as other ranks may run by it.
+        """
+        if strategy == self._last or given is not None:
+            return self._fall_back(call, reason)
+        self._counters.declined[f"{strategy}: {reason}"] += 1
+        later = self.strategies[[s.name for s in self.strategies].index(strategy) + 1 :]
+        call.key = call.key[:-1]
+        strategy = next((s.name for s in later[:-1] if s.takes(call)), self._last)
+        if strategy in self._preferred:
+            call.key = (*call.key, strategy)
+        return self._serve(call, None, (call.key, call.tokens, call.requests, strategy, None), buckets)
 
     def _fall_back(self, call: Call, reason: str) -> Any:
         if self._strict:
@@ -442,10 +473,10 @@ class GraphRunner:
         """Begin without graphs."""
         outputs = Outputs(*self._output_dims, self._binder.label)
         recorder = BucketRecorder(
-            self.fn, self._binder, outputs, self._counters, device, pool, self._stream, self.ladder, self.request_ladder,
+            self.fn, self._binder, outputs, self._counters, device, pool, self._stream, self.ladder, self.admission.most,
             self._after_segment,
         )  # fmt: skip
-        self._note_asleep()
+        self._left_out.clear()
         if self._budget is not None:
             self._budget.seen.clear()
         self._buckets = Buckets(
@@ -462,12 +493,6 @@ class GraphRunner:
         )
         return self._buckets
 
-    def _note_asleep(self) -> None:
-        """Leave out all buckets while it sleeps, and none because of what was there before."""
-        self._left_out.clear()
-        if self._asleep:
-            self._left_out.update(dict.fromkeys(self.ladder, ASLEEP))
-
     def _precapture(
         self, buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any, verify: bool
     ) -> CaptureSummary:
@@ -476,19 +501,25 @@ class GraphRunner:
             return CaptureSummary((), 0, 0, 0.0, Cost(0, 0))
         session = self._session(buckets, args, kwargs, ctx, verify)
         summary = session.run()
-        self._example = KeptExample(buckets.recorder.binder, session.call, None if self.capture_ctx else session.context)
+        kept = None if self.capture_ctx else session.context
+        self._examples[session.call.key] = KeptExample(buckets.recorder.binder, session.call, len(args), kept)
         return summary
 
     def _session(
         self, buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any, verify: bool
     ) -> Precapture:
+        given = args, dict(kwargs)
         call = example_call(buckets.recorder.binder, args, kwargs, ctx)
+        call.given = given
+        taken = next((s for s in self.strategies[:-1] if ladder_of(s) is not None and s.takes(call)), self.strategies[-1])
+        if taken.name in self._preferred:
+            call.key = (*call.key, taken.name)
         return Precapture(
             buckets,
             call,
             self.ladder,
             self.request_ladder,
-            last=self.strategies[-1],
+            strategy=taken,
             context=ctx if call.ctx is None else call.ctx,
             make_context=self.capture_ctx,
             state=self.state,

@@ -65,6 +65,11 @@ def full_cache_layer() -> type[Any]:
     return cache_utils.DynamicLayer  # type: ignore[no-any-return]
 
 
+def sliding_cache_layer() -> type[Any]:
+    """The exact type of the cache layers that keep the tokens of a window."""
+    return cache_utils.DynamicSlidingWindowLayer  # type: ignore[no-any-return]
+
+
 def attention_function(module: Any, implementation: str | None) -> Callable[..., Any]:
     """The attention function that ``module`` itself would look up under ``implementation``."""
     namespace = sys.modules[type(module).__module__]

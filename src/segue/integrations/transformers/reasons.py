@@ -35,6 +35,19 @@ GRADIENTS = Reason(
     "gradients are required", "Call it under torch.inference_mode() or torch.no_grad(), as generate() does, if you need none"
 )
 
+# A step of one token, which the breakable graphs serve then.
+FULL_BATCH = Reason("a larger batch than full graphs have")
+FULL_MASK = Reason("a mask of more than padding at the left", "Give a mask [batch, tokens], as tokenizers make it, padded left")
+FULL_CACHE = Reason("a cache that can't lie in resident memory", "Give the DynamicCache that the model makes for itself")
+FULL_CONTEXT = Reason("a sequence of more than max_context tokens", "Raise max_context=")
+FULL_MEMORY = Reason("no room in resident memory", "Raise memory_budget=, or let go of caches that are no longer used")
+
+
+def no_full_graph(why: str) -> Reason:
+    """This model has no full graphs."""
+    return Reason(f"no full graphs: {why}")
+
+
 # The modules.
 GLOBAL_HOOK = Reason("a forward hook on all modules of torch", "Remove the hook: no graph calls it")
 
