@@ -31,10 +31,10 @@ from segue.runner.module_guard import ModuleGuard
 from segue.runner.outputs import Lease, Outputs
 from segue.runner.precapture import KeptExample, Precapture, example_call
 from segue.runner.progress import CaptureSummary
-from segue.runner.reasons import ASLEEP, DISABLED, OTHER_SIZE, TRACED
+from segue.runner.reasons import ASLEEP, DISABLED, NOT_TAKEN, OTHER_SIZE, TRACED
 from segue.runner.replay_verifier import ReplayVerifier
 from segue.runner.stats import Counters, Stats
-from segue.runner.strategy import Breakable, Declined, Strategy, ladder_of
+from segue.runner.strategy import Breakable, Declined, Strategy, Takes, ladder_of
 
 log = logging.getLogger("segue")
 
@@ -74,6 +74,8 @@ class GraphRunner:
         strategies: how buckets are captured, the preferred first; the last must serve every call.
         progress: show progress and a closing line on stderr during ``capture()``.
         warmups: runs of the reference before a bucket is captured. Kernels that tune themselves may need several.
+        takes: from a call's arguments, keyword arguments and context to whether graphs may serve it. Other calls run eager,
+            counted: a drafter's step that narrows its rows, say. A call with a ``decision`` isn't asked about.
         after_segment: is called after each segment's end during a capture, as for :class:`BreakableCapture`.
 
     ``SEGUE=off`` in the environment when the runner is made runs everything eager.
@@ -111,11 +113,13 @@ class GraphRunner:
         progress: bool = True,
         warmups: int = 1,
         after_segment: Callable[[], object] | None = None,
+        takes: Takes | None = None,
     ) -> None:
         self._lease = options.one_of("outputs", outputs, "copy", "lease")
         self._retry = options.one_of("on_failure", on_failure, "raise", "eager")
         self._max_variants = options.whole_number("max_variants", max_variants, 1)
         self._after_segment = options.function("after_segment", after_segment, "no arguments")
+        self._takes: Takes | None = options.function("takes", takes, "a call's args, kwargs and ctx")
         self._warmups = options.whole_number("warmups", warmups, 1)
         verify_every = options.whole_number("verify_every", verify_every, 0)
         self.fn, self.ladder = fn, options.ladder("buckets", buckets)
@@ -167,11 +171,13 @@ class GraphRunner:
         if (thread.reference or thread.capture is not None) and not thread.inside_break:
             raise _nested(self._binder.label)
         self.guard.look()
-        named = kwargs and self._preferred and dict(kwargs)  # binding empties them
+        named = kwargs and (self._preferred or self._takes) and dict(kwargs)  # binding empties them
         call = self._read(args, kwargs, ctx)
         call.given = args, named or kwargs
         asked: tuple[int | None, int | None] | None = None
         if decision is None:
+            if self._takes is not None and not self._takes(*call.given, thread.ctx if call.ctx is None else call.ctx):
+                return self._fall_back(call, NOT_TAKEN)
             strategy = self._strategy_for(call) if self._preferred else self._last
         elif isinstance(decision, Decision):
             strategy, asked = decision.strategy, (decision.bucket, decision.requests)
@@ -576,7 +582,7 @@ class GraphRunner:
             "eager" if self._retry else "raise", self._strict, self._device_asked, request_buckets=self.request_ladder,
             output_request_dim=self._output_dims[1], pool=self._pool, stream=self._stream,
             verify_every=0 if self._verifier is None else self._verifier.every, strategies=self.strategies,
-            progress=self.progress, warmups=self._warmups, after_segment=self._after_segment,
+            progress=self.progress, warmups=self._warmups, after_segment=self._after_segment, takes=self._takes,
         )  # fmt: skip
         return copied
 

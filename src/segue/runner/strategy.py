@@ -16,6 +16,7 @@ from segue.devices import Pool
 from segue.runner.calls import Call
 from segue.runner.ladder import Ladder
 
+Takes = Callable[[tuple[Any, ...], dict[str, Any], Any], bool]  # of a call's arguments, keyword arguments and context
 Forward = Callable[[], Any]  # the user's function on the bucket's static inputs
 Finish = Callable[[], None]
 
