@@ -306,3 +306,16 @@ def test_a_closed_graph_and_one_inside_a_capture_refuse_to_recapture(device: Dev
     prime.close()
     with pytest.raises(segue.SegueError, match=r"it was closed, so it can't be recaptured. Make a new PrimeGraph"):
         prime.recapture()
+
+
+def test_a_trunk_is_warmed_up_as_often_as_is_asked_for(device: Device, dense_trunk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[bool] = []
+    norm = type(dense_trunk.norm).forward
+    monkeypatch.setattr(
+        type(dense_trunk.norm), "forward", lambda self, x: (runs.append(segue.is_breakable_capture_active()), norm(self, x))[1]
+    )
+    with segue.PrimeGraph(dense_trunk, BUCKET, device=device, cuts=[], warmups=3) as prime:
+        assert runs == [False, False, False, True]
+        _check(prime, dense_trunk, prompt(9, device))
+    with pytest.raises(segue.UsageError, match="warmups=0 must be at least 1"):
+        segue.PrimeGraph(dense_trunk, BUCKET, device=device, warmups=0)

@@ -58,6 +58,7 @@ class PrimeGraph:
         device: as for :class:`~segue.BreakableCapture`; by default that of the trunk's cache.
         pool: as for :class:`~segue.BreakableCapture`; several graphs may share one, and do by default.
         stream: as for :class:`~segue.BreakableCapture`.
+        warmups: eager runs before the recording. Kernels that tune themselves may need several.
 
     With ``SEGUE=off`` in the environment when it is made, nothing is captured and each run is eager. :attr:`off` says so.
 
@@ -76,10 +77,11 @@ class PrimeGraph:
         device: str | torch.device | Device | None = None,
         pool: Pool | tuple[int, int] | None = None,
         stream: Any = None,
+        warmups: int = 1,
     ) -> None:
         self.name = f"prime graph of {bucket} rows" + (f" and {requests} requests" if requests != 1 else "")
         check_trunk(trunk, self.name)
-        _check_sizes(trunk, bucket, requests, self.name)
+        _check_sizes(trunk, bucket, requests, warmups, self.name)
         self.trunk, self.bucket, self.requests = trunk, bucket, requests
         self.off, self._closed = environment.disabled(), False
         checks = self._check_state()
@@ -87,7 +89,7 @@ class PrimeGraph:
         self.device: Device = devices.resolve(devices.device_of(pool) if device is None else device, copies.tensors)
         self.pool: Pool = devices.pool_of(self.device, pool)
         self._stream = devices.stream_of(self.device, stream)
-        self._asked = cuts
+        self._asked, self._warmups = cuts, warmups
         self._bound = self._bind(checks, scratch, copies, cuts)
 
     @property
@@ -271,7 +273,7 @@ class PrimeGraph:
             with_head=True,
         )
         if not self.off:
-            forward.capture(cuts, self.pool, self._stream)
+            forward.capture(cuts, self.pool, self._stream, warmups=self._warmups)
             assert forward.captured is not None
             inputs.look_at(forward.captured)
         return _Bound(checks, held_weights(self.trunk), limits, inputs, forward)
@@ -308,13 +310,15 @@ class _Bound:
         self.checks.check_gradients()
 
 
-def _check_sizes(trunk: Trunk, bucket: int, requests: int, name: str) -> None:
-    for what, value in (("bucket", bucket), ("requests", requests)):
+def _check_sizes(trunk: Trunk, bucket: int, requests: int, warmups: int, name: str) -> None:
+    for what, value in (("bucket", bucket), ("requests", requests), ("warmups", warmups)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise UsageError(f"{name}: {what}={value!r} must be a whole number")
     if bucket < trunk.min_tokens:
         raise UsageError(
             f"{name}: the bucket is smaller than trunk.min_tokens={trunk.min_tokens}, so that no prompt fits"
         )
+    if warmups < 1:
+        raise UsageError(f"{name}: warmups={warmups} must be at least 1")
     if not 1 <= requests <= bucket:
         raise UsageError(f"{name}: requests={requests} must be from 1 to the bucket's {bucket} rows")

@@ -96,7 +96,13 @@ class ScratchForward:
         return self.forward()
 
     def capture(
-        self, cuts: Sequence[int] | None, pool: Pool, stream: Any, at_end: AtEnd | None = None, marked: int | None = None
+        self,
+        cuts: Sequence[int] | None,
+        pool: Pool,
+        stream: Any,
+        at_end: AtEnd | None = None,
+        marked: int | None = None,
+        warmups: int = 1,
     ) -> None:
         """Warm up and record.
 
@@ -106,13 +112,14 @@ class ScratchForward:
             at_end: gets the results while they are recorded. What it returns is called when the forward has run whole,
                 and while nobody else can replay in the pool.
             marked: how many marks the forward has, where it has been warmed up already.
+            warmups: how often it is warmed up otherwise.
 
         Raises:
             CaptureError: the forward can't be in a graph. UsageError: it met a break point or wrote ``cu_seqlens``, or a cut is
             no mark.
         """
         if marked is None:
-            marked = self._warm_up(pool, stream)
+            marked = [self._warm_up(pool, stream) for _ in range(warmups)][-1]
             self.offsets.check(self.name)
         root = self._places or places_of(self.trunk)  # one walk for all recordings
         own = Prime(self.scratch, self.x, self.offsets.cu_seqlens)

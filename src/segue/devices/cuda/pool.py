@@ -196,7 +196,7 @@ class CudaPool:
         for segment in self._retired:
             segment.destroy()
         self._retired.clear()
-        if self._given and self.blocks():
+        if self._given and not even_if_attached and self.blocks():
             return  # torch would take no further graphs under this handle, because its pool lives as long as the tensors in it
         self._anchor.reset()
         self._anchor = None
