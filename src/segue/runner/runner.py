@@ -77,6 +77,7 @@ class GraphRunner:
         takes: from a call's arguments, keyword arguments and context to whether graphs may serve it. Other calls run eager,
             counted: a drafter's step that narrows its rows, say. A call with a ``decision`` isn't asked about.
         after_segment: is called after each segment's end during a capture, as for :class:`BreakableCapture`.
+        counters: those of another runner, to count in them too.
 
     ``SEGUE=off`` in the environment when the runner is made runs everything eager.
 
@@ -114,6 +115,7 @@ class GraphRunner:
         warmups: int = 1,
         after_segment: Callable[[], object] | None = None,
         takes: Takes | None = None,
+        counters: Counters | None = None,
     ) -> None:
         self._lease = options.one_of("outputs", outputs, "copy", "lease")
         self._retry = options.one_of("on_failure", on_failure, "raise", "eager")
@@ -144,7 +146,7 @@ class GraphRunner:
         )
         self._last = self.strategies[-1].name  # the strategy that serves every call
         self._preferred = {s.name for s in self.strategies[:-1]}
-        self._strict, self._counters = strict, Counters()
+        self._strict, self._counters = strict, Counters() if counters is None else counters
         self._output_dims = output_token_dim, output_request_dim
         self._device_asked, self._pool, self._stream = device, pool, stream
         self._verifier = ReplayVerifier(verify_every, self.state) if verify_every else None
@@ -341,12 +343,6 @@ class GraphRunner:
             return Cost(0, 0)
         with self.clone(buckets.recorder.device.new_pool()) as trial:
             return trial._session(trial.prepare(), args, kwargs, ctx, False).estimate()
-
-    def count_in(self, counters: Counters) -> None:
-        """Count in ``counters`` from now on, before anything was called: two runners of one thing have one count."""
-        self._counters = counters
-        if self._buckets is not None:
-            self._buckets.recorder.counters = counters
 
     def close(self) -> None:
         """Drop every graph; further calls raise. Memory goes back when no other graph shares the pool. May be called

@@ -11,6 +11,7 @@ from torch import Tensor
 from segue.capture import BreakableCapture
 from segue.capture.places import Places
 from segue.errors import UsageError
+from segue.integrations.transformers import names
 from segue.integrations.transformers.attention import LIVE, attention_goes_to
 from segue.integrations.transformers.decoder_forward import Body
 from segue.integrations.transformers.resident_memory import Residence, ResidentMemory
@@ -106,7 +107,7 @@ class DecodeBody:
             attend: Callable[..., Any] = _ByFlash(step)
         else:
             attend = _ByMask(step, self._attention, x.dtype if self._additive else None)
-        with attention_goes_to(attend):
+        with attention_goes_to(attend), names.unrecorded():
             hidden = self._body(x, position_ids)
         self.state.advance(step.batch)
         return hidden

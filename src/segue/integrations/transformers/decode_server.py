@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,9 @@ from segue.runner.memory_budget import mib
 from segue.runner.reasons import Reason
 from segue.runner.strategy import CapturedForward
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_BATCHES_AHEAD = (1, 2, 4, 8)  # captured ahead of traffic
+_CUTS = (2, 10)  # layers before whose attention a graph is cut, so that the device starts while the rest is being launched
 _LEAST_ROWS = 4096
 _LEAST_WIDTH = 256
 _PROOF_ROOM, _PROOF_ROWS = 16, 256
@@ -61,10 +64,11 @@ class DecodeServer:
     Args:
         body: of the decoder. ``forward``: its untouched forward; ``parts``: of it.
         model: steps end in the logits of its head; None: in the last hidden states.
-        run_plain: runs a call of the decoder, given as keyword arguments, by the body without graphs, for the proof.
-        read: reads a call of the decoder.
         runner: of the decoder, whose device, pool and counters are shared.
-        most_tokens: the most tokens of a sequence; None: as many as there is memory for.
+        read: reads a call of the decoder.
+        run_plain: runs a call of the decoder, given as keyword arguments, by the body without graphs, for the proof.
+        compiled: the body's layers run compiled, which a single row doesn't.
+        max_context: the most tokens of a sequence; None: as many as there is memory for.
         budget: bytes that resident memory may take; None: a quarter of what is free when more is needed.
 
     Raises:
@@ -73,33 +77,33 @@ class DecodeServer:
 
     def __init__(
         self,
-        *,
         body: Body,
         model: Any,
         parts: DecoderParts,
         forward: Callable[..., Any],
         implementation: AttentionName,
-        run_plain: Callable[[dict[str, Any]], Any],
-        read: Callable[..., Any],
         runner: GraphRunner,
+        *,
+        read: Callable[..., Any],
+        run_plain: Callable[[dict[str, Any]], Any],
         compiled: bool,
-        most_tokens: int | None,
+        max_context: int | None,
         budget: int | None,
     ) -> None:
         self._parts, self._decoder, self._forward, self._implementation = parts, parts.decoder, forward, implementation
         self._run_plain, self._read, self._main = run_plain, read, runner
-        self._most_tokens, self._budget = most_tokens, budget
+        self._most_tokens, self._budget = max_context, budget
         self._windows = self._windows_of_layers()
-        self.name = implementation.name
-        if self.name not in ("sdpa", "eager"):
-            raise NoDecode(f"its attention is {self.name!r}, which a full graph can't give the used rows alone")
+        self._name = implementation.name
+        if self._name not in ("sdpa", "eager"):
+            raise NoDecode(f"its attention is {self._name!r}, which a full graph can't give the used rows alone")
         recorder = runner.prepare().recorder
         self._device: Device = recorder.device
-        self._batches = [b for b in BATCHES if b > 1 or not compiled]
+        self._batches = [b for b in _BATCHES if b > 1 or not compiled]
         self._state = StepState(self._batches[-1], self._device.torch_device)
-        attention = names.attention_function(parts.mixers[0].module, self.name)
-        self._body = DecodeBody(body, model, self._state, None, additive=self.name == "eager")
-        self._attention = attention
+        attention = names.attention_function(parts.mixers[0].module, self._name)
+        self._body = DecodeBody(body, model, self._state, None, additive=self._name == "eager")
+        self._body.cuts, self._attention = _CUTS, attention
         self._memory: ResidentMemory | None = None
         self._strategy = StepGraphs(self._batches, self._tensors)
         self._runner: GraphRunner | None = None
@@ -113,12 +117,13 @@ class DecodeServer:
         return self._strategy.captured > 0
 
     @property
-    def resident_bytes(self) -> int:
+    def scratch_bytes(self) -> int:
         """Bytes of keys and values."""
         return 0 if self._memory is None else self._memory.nbytes
 
     def step(self, call: DecoderCall, reference: bool = False) -> Tensor | Reason:
-        """Logits [B, V], or hidden states [B, D], of a step of one token, which is in the cache then; or why no full graph makes it.
+        """Logits [B, V], or hidden states [B, D], of a step of one token, which is in the cache then; or why no full graph makes
+        it.
 
         ``reference``: run what a replay must equal instead.
 
@@ -127,6 +132,8 @@ class DecodeServer:
         """
         if self.why_not:
             return reasons.no_full_graph(self.why_not)
+        if self._implementation.name != self._name:
+            return reasons.no_full_graph("another attention implementation than at the start")
         cache, batch = call.cache, call.batch
         if batch > self._state.most:
             return reasons.FULL_BATCH
@@ -152,9 +159,28 @@ class DecodeServer:
         residence.stepped, self._pointed = next(self._steps), residence.serial
         return out  # type: ignore[no-any-return]
 
-    def capture(self, most: int) -> str:
-        """Capture the graphs of batches of up to ``most`` sequences, on padded sequences alone. Returns what was done, as text."""
-        raise NotImplementedError
+    def capture(self, cache: Any, tokens: int) -> str | None:
+        """Capture the graphs of small batches whose sequences have up to ``tokens`` tokens, on padded sequences alone.
+
+        ``cache``: of one sequence, for its shapes; it stays as it is. Returns what was done, as text; None if nothing was.
+        """
+        shapes, _ = self._shapes(cache, 1)
+        if shapes is None or self.why_not or (self._runner is None and self._begin(cache, shapes) is not None):
+            return None
+        start, before = time.perf_counter(), self._strategy.captured
+        least = _BATCHES_AHEAD[0] * room_for(tokens, self._most_tokens)
+        if self._memory is None and not (self._may_take(shapes, least) and self._renew(shapes, max(least, _LEAST_ROWS))):
+            return None
+        assert self._memory is not None and self._runner is not None
+        self._pointed = 0
+        self._state.point_at(self._memory, None)
+        for width in sorted({width_for(n) for n in (1, *(2**i for i in range(tokens.bit_length())), tokens)}, reverse=True):
+            for batch in reversed(_BATCHES_AHEAD):
+                row = torch.zeros(batch, dtype=torch.long, device=self._device.torch_device)
+                for _ in range(2):
+                    self._runner(row, row, width, batch == 1 and self._batches[0] > 1)
+        count, seconds = self._strategy.captured - before, time.perf_counter() - start
+        return f"captured {count} full graphs of a step in {seconds:.1f} s; {mib(self._memory.nbytes)} resident memory"
 
     def close(self) -> None:
         """Give every cache its tensors, and drop graphs and memory."""
@@ -220,9 +246,7 @@ class DecodeServer:
             if rows <= least:
                 return self._place_of_idle(batch, room)
             rows = max(least, rows // 2)
-        try:
-            self._renew(shapes, rows)
-        except torch.OutOfMemoryError:
+        if not self._renew(shapes, rows):
             return self._place_of_idle(batch, room)
         assert self._memory is not None
         return self._memory.place(batch, room)
@@ -246,19 +270,24 @@ class DecodeServer:
             return needed <= self._budget
         return free is None or needed <= free // _SHARE
 
-    def _renew(self, shapes: tuple[LayerShape, ...], rows: int) -> None:
-        """Begin anew with so many rows. Caches keep their tensors, which are moved in again when they make a step."""
-        memory = ResidentMemory(shapes, rows, self._dtype, self._device.torch_device)
+    def _renew(self, shapes: tuple[LayerShape, ...], rows: int) -> bool:
+        """Begin anew with so many rows. Caches keep their tensors, which are moved in again when they make a step.
+
+        Returns whether there was memory for it.
+        """
+        try:
+            memory = ResidentMemory(shapes, rows, self._dtype, self._device.torch_device)
+        except torch.OutOfMemoryError:
+            return False
         if self._memory is not None:
             for residence in self._memory.residences:
                 leave_all(residence)
         self._body.memory = self._memory = memory
-        import os
-        self._body.cuts = tuple(int(x) for x in os.environ.get("CUTS","").split(",") if x)
         self._pointed = 0
         self._strategy.captured = 0
         if self._runner is not None:
             self._runner.recapture()
+        return True
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -283,7 +312,7 @@ class DecodeServer:
     def _shapes(self, cache: Any, batch: int) -> tuple[tuple[LayerShape, ...] | None, int]:
         """What each layer of a cache keeps, and its tokens; None for a cache that can't lie in resident memory."""
         nothing = None, 0
-        layers = cache.layers if type(cache) is names.cache_type() else ()
+        layers: Any = cache.layers if type(cache) is names.cache_type() else ()
         if len(layers) != len(self._windows):
             return nothing
         length = layers[0].get_seq_length()
@@ -299,15 +328,16 @@ class DecodeServer:
             kept = min(length, window - 1) if window else length
             heads = keys.shape[1] if keys.dim() == 4 else 0
             both = ([batch, heads, kept], self._dtype, self._device.torch_device.type)
-            if not kept or any(([*t.shape[:3]], t.dtype, t.device.type) != both for t in (keys, values)):
+            if not kept or any((list(t.shape)[:3], t.dtype, t.device.type) != both for t in (keys, values)):
                 return nothing
             shapes.append(LayerShape(heads, keys.shape[3], values.shape[3], window))
         return tuple(shapes), length
 
     def _begin(self, cache: Any, shapes: tuple[LayerShape, ...]) -> Reason | None:
-        """Find out, by short conversations, by which attention a step equals the untouched decoder's; the first that does is taken."""
+        """Find out, by short conversations, by which attention a step equals the untouched decoder's. The first that does is
+        taken."""
         trial = ResidentMemory(shapes, _PROOF_ROWS, self._dtype, self._device.torch_device)
-        ways = [self._attention] if self.name != "sdpa" or not has_flash(trial) else [None, self._attention]
+        ways = [self._attention] if self._name != "sdpa" or not has_flash(trial) else [None, self._attention]
         for way in ways:
             self._body.attend_by(way)
             try:
@@ -331,9 +361,9 @@ class DecodeServer:
             pool=recorder.pool,
             stream=recorder.stream,
             strategies=[self._strategy],
+            counters=recorder.counters,
             progress=False,
         )
-        self._runner.count_in(recorder.counters)
         return None
 
     def _difference(self, memory: ResidentMemory) -> str | None:

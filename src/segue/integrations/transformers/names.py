@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import cache_utils, masking_utils
@@ -36,6 +37,22 @@ def make_masks(config: Any, embeds: Any, attention_mask: Any, cache: Any, positi
         position_ids=position_ids,
         **{_mask_cache_name(): cache},
     )
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Within this block, in this thread, transformers records nothing for the forward around it, which was asked for what its
+    modules return.
+    """
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    if collector is None:
+        yield
+        return
+    token = collector.set(None)
+    try:
+        yield
+    finally:
+        collector.reset(token)
 
 
 def of_config(config: Any, name: str) -> str:

@@ -258,7 +258,9 @@ def _is_one_token(ids: Any) -> bool:
 
 def is_step(call: DecoderCall) -> bool:
     """Whether a call of a decoder is of one token for each sequence of a cache that holds some."""
-    if call.length != 1 or call.input_ids is None or call.cache is None or call.input_ids.dtype is not torch.int64:
+    if call.length != 1 or call.hidden_states or call.input_ids is None or call.cache is None:
+        return False
+    if call.input_ids.dtype is not torch.int64:
         return False
     return call.use_cache and call.return_dict and bool(getattr(call.cache, "layers", None))
 
@@ -268,7 +270,7 @@ def is_first_token(call: DecoderCall, layers: int) -> bool:
 
     Looking at a mask or at positions waits for the device, which has nothing to do yet.
     """
-    if call.batch != 1 or call.input_ids is None or call.input_ids.dtype is not torch.int64:
+    if call.batch != 1 or call.hidden_states or call.input_ids is None or call.input_ids.dtype is not torch.int64:
         return False
     if not call.use_cache or not call.return_dict or not (call.cache is None or is_empty(call.cache, layers)):
         return False

@@ -36,7 +36,7 @@ GRADIENTS = Reason(
 )
 
 # A step of one token, which the breakable graphs serve then.
-FULL_BATCH = Reason("a larger batch than full graphs have")
+FULL_BATCH = Reason("a larger batch than full graphs have", "Decode fewer sequences together")
 FULL_MASK = Reason("a mask of more than padding at the left", "Give a mask [batch, tokens], as tokenizers make it, padded left")
 FULL_CACHE = Reason("a cache that can't lie in resident memory", "Give the DynamicCache that the model makes for itself")
 FULL_CONTEXT = Reason("a sequence of more than max_context tokens", "Raise max_context=")
@@ -45,7 +45,7 @@ FULL_MEMORY = Reason("no room in resident memory", "Raise memory_budget=, or let
 
 def no_full_graph(why: str) -> Reason:
     """This model has no full graphs."""
-    return Reason(f"no full graphs: {why}")
+    return Reason(f"no full graphs: {why}", "Breakable graphs serve it; nothing needs to be done")
 
 
 # The modules.
@@ -70,6 +70,12 @@ def other_memory(name: str) -> Reason:
 def requested_output(argument: str) -> Reason:
     """The caller wants what only the modules inside the decoder see, such as ``output_attentions``."""
     return Reason(f"{argument} was asked for", f"Leave out {argument}, also in the config, where you don't need it")
+
+
+def no_hidden_states(why: str) -> Reason:
+    """Graphs that give the hidden states of all layers were tried, and don't give the untouched model's."""
+    remedy = "Leave out output_hidden_states, also in the config, where you don't need it"
+    return Reason(f"output_hidden_states, which graphs can't serve: {why}", remedy)
 
 
 def unknown_argument(argument: str) -> Reason:

@@ -72,7 +72,8 @@ def _resident_class(kind: Any) -> type:
 def enter(layers: list[Any], residence: Residence) -> None:
     """Have the layers of a cache lie in ``residence``, which holds what they hold."""
     for at, layer in enumerate(layers):
-        own, kind = vars(layer), type(layer)
+        own: dict[str, Any] = vars(layer)
+        kind: Any = type(layer)
         for name in ("keys", "values", "cumulative_length"):
             own.pop(name, None)
         own.update(residence=residence, at=at, kind=kind)
