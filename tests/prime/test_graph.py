@@ -17,6 +17,7 @@ from prime.prompts import prompt
 from segue.check import tiny_trunk
 from segue.check.compare import difference, poison
 from segue.devices import Device
+from segue.prime.reference import reference
 
 BUCKET = 32
 
@@ -123,8 +124,7 @@ def test_all_real_rows_are_given_on_request(device: Device, trunk: Any, lengths:
                 assert trunk.get_length(sessions[r]) == n
                 _same(got.hidden[start + n - 1], last.hidden[r])
                 torch.testing.assert_close(got.logits[start + n - 1], last.logits[r], rtol=1e-4, atol=1e-4)
-                with segue.PrimeGraph(trunk, n, device=device, pool=device.new_pool()) as own:  # no padding at all
-                    alone = own.reference(prompts[r], rows="all")
+                alone = reference(trunk, prime.batch(prompts[r]), n, 1, "alone", every=True)  # no padding at all
                 torch.testing.assert_close(got.hidden[start : start + n], alone.hidden, rtol=1e-4, atol=1e-4)
                 torch.testing.assert_close(got.logits[start : start + n], alone.logits, rtol=1e-4, atol=1e-4)
             start += n
