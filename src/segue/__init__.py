@@ -15,6 +15,7 @@ from segue.capture import (
     slice_to_real_tokens,
     weak_ref_tensor,
 )
+from segue.devices import new_pool
 from segue.errors import (
     CaptureError,
     GraphMemoryError,
@@ -64,6 +65,7 @@ __all__ = [
     "current_forward_ctx",
     "current_valid_rows",
     "is_breakable_capture_active",
+    "new_pool",
     "scrub_padding_tail",
     "slice_to_real_tokens",
     "weak_ref_tensor",

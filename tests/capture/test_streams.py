@@ -46,22 +46,54 @@ def test_a_side_stream_that_is_forked_and_joined_in_a_segment_is_part_of_it(cuda
         assert out[7].item() == 2 * (k + 1) + 1 + k + 1
 
 
-def test_a_side_stream_that_is_not_joined_before_a_break_is_refused_by_name(cuda: Device) -> None:
-    side = torch.cuda.Stream()
-    x = torch.ones(1024, device="cuda")
-    capture = segue.BreakableCapture(device=cuda)
-    with pytest.raises(segue.SegueError, match="side stream"), capture:
+@pytest.mark.parametrize("joined", ["after the break", "at the next fork", "never"])
+def test_a_side_stream_that_is_open_at_a_break_is_joined_and_goes_on_after_it(cuda: Device, joined: str) -> None:
+    side, x = torch.cuda.Stream(), torch.ones(1024, device="cuda")
+    capture = segue.BreakableCapture(device=cuda, pool=cuda.new_pool())
+    with capture:
+        main = torch.cuda.current_stream()
+        y = x + 1
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            _slow()
+            z = y * 2
+        broken = segue.break_here(lambda t: t + 1, torch.empty_like(z), z)
+        if joined == "at the next fork":
+            side.wait_stream(main)
+        with torch.cuda.stream(side):
+            _slow()
+            w = z * 3
+        if joined != "never":
+            main.wait_stream(side)
+            w = w + 1
+        total = segue.break_here(lambda a, b: a + b, torch.empty_like(z), broken, w)
+        out = total * 2
+    for k in range(RUNS):
+        x.fill_(k)
+        capture.replay()
+        z_now = 2 * (k + 1)
+        assert out[7].item() == 2 * (z_now + 1 + 3 * z_now + (joined != "never"))
+    assert not capture.pool.side_streams
+    capture.close()
+
+
+def test_an_event_of_a_side_stream_that_is_open_at_a_break_may_be_waited_for_after_it(cuda: Device) -> None:
+    side, event, x = torch.cuda.Stream(), torch.cuda.Event(), torch.ones(1024, device="cuda")
+    capture = segue.BreakableCapture(device=cuda, pool=cuda.new_pool())
+    with capture:
         y = x + 1
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
+            _slow()
             z = y * 2
-        segue.break_here(lambda t: t + 1, torch.empty_like(z), z)
-    torch.rand(3, device="cuda")
-    again = segue.BreakableCapture(device=cuda)
-    with again:
-        out = x * 3
-    again.replay()
-    assert out[0].item() == 3
+            event.record()
+        broken = segue.break_here(lambda t: t + 1, torch.empty_like(y), y)
+        event.wait()
+        out = broken + z
+    for k in range(RUNS):
+        x.fill_(k)
+        capture.replay()
+        assert out[7].item() == k + 2 + 2 * (k + 1)
 
 
 def test_events_of_a_capture_that_failed_leave_nothing_for_a_collection_to_trip_over(cuda: Device) -> None:

@@ -50,6 +50,13 @@ def test_a_finding_exits_1_after_the_table_and_names_the_line() -> None:
     assert "mend the lines in the column 'where'" in result.stderr
 
 
+def test_the_perplexity_of_a_text_is_said_with_the_gate(tmp_path: Path) -> None:
+    text = tmp_path / "ids.txt"
+    text.write_text("1 2 3, 4 5\n6 7 8 9 10 11")
+    result = run(app, ["check", "prime", "checkable:trunk", "--bucket", "8", "--text", str(text)])
+    assert result.exit_code == 0 and "Perplexity: " in result.stdout and "over 9 tokens." in result.stdout
+
+
 def test_findings_are_rows_of_json_and_csv() -> None:
     import checkable
 
@@ -106,6 +113,8 @@ def test_inspect_shows_the_steps_of_one_bucket() -> None:
         (["check", "checkable:nothing"], "returned (str, int); it must return a segue.GraphRunner, or (runner, args, "),
         (["check", "checkable:right", "checkable:right"], "follows the word prime only"),
         (["check", "prime", "checkable:nothing"], "returned a tuple; it must return a segue.Trunk or a PrimeGraph"),
+        (["check", "prime", "--text", __file__], "it must be a file of token ids, whole numbers between white space"),
+        (["check", "checkable:right", "--text", __file__], "--text are for trunks, and checkable:right gives a GraphRunner"),
         (["inspect", "checkable:right", "--bucket", "5"], "--bucket 5 isn't in the ladder, 4, 8"),
     ],
 )

@@ -102,7 +102,8 @@ def test_an_error_of_segues_at_the_end_of_a_recording_keeps_its_text(
     monkeypatch.setattr(raw, "end_graph", fails)
     monkeypatch.setattr(raw, "abandon_graph", abandoned.append)
     recording: Any = object.__new__(CudaRecording)
-    recording._scope, recording._graph = ExitStack(), "graph"
+    recording._scope, recording._graph, recording._sides, recording._edges = ExitStack(), "graph", {}, StreamEdges()
+    recording._origin = None
     with pytest.raises(SegueError, match=expected):
         recording.commit()
     assert abandoned == ["graph"]
@@ -115,7 +116,8 @@ def test_a_graph_that_the_driver_has_no_memory_for_is_an_out_of_memory_error(mon
     monkeypatch.setattr(raw, "end_graph", fails)
     monkeypatch.setattr(raw, "abandon_graph", lambda graph: None)
     recording: Any = object.__new__(CudaRecording)
-    recording._scope, recording._graph = ExitStack(), "graph"
+    recording._scope, recording._graph, recording._sides, recording._edges = ExitStack(), "graph", {}, StreamEdges()
+    recording._origin = None
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA error: out of memory$"):
         recording.commit()
 

@@ -78,6 +78,28 @@ def test_torchs_functions_are_its_own_once_nothing_is_recorded(fake: Torch) -> N
     assert fake.current.waited == [side]
 
 
+def test_streams_that_wait_for_work_of_a_segment_are_joined_to_it_once_they_are_captured(fake: Torch) -> None:
+    edges, main, side, idle = StreamEdges(), fake.current, Stream(1), Stream(2)
+    event, other = fake.Event(), fake.Event()
+    with observing(edges):
+        event.record()
+        event.wait(side)
+        other.record(idle)
+        other.wait(idle)
+        assert edges.forked == [side] and not edges.waits
+    origin: Any = Stream(5)
+    side_streams.join([*edges.forked, idle, origin], origin)
+    assert origin.waited == [side], "the other stream is not captured"
+    side_streams.fork([side, idle])
+    assert side.waited == idle.waited == [main]
+
+    def broken(other: Any) -> None:
+        raise RuntimeError("the capture is broken")
+
+    origin.wait_stream = broken
+    side_streams.join([side], origin)
+
+
 def test_a_recording_that_fails_takes_its_patches_back(fake: Torch) -> None:
     originals = fake.now()
     with pytest.raises(ZeroDivisionError), side_streams.event_patches, observing(StreamEdges()):
@@ -171,9 +193,11 @@ def test_a_capture_holds_the_patches_from_its_beginning_to_its_end(fake: Torch, 
     originals, device = fake.now(), CudaDevice(0)
     pool: Any = SimpleNamespace()
     stream: Any = Stream(3)
+    pool.side_streams = {2: Stream(2)}
     with device.on_capture_stream(pool, stream):
         during = fake.Event.record
         with observing(StreamEdges()):
             assert fake.Event.record is during is not originals[0]
-        assert fake.Event.record is during
+        assert fake.Event.record is during and pool.side_streams
+    assert not pool.side_streams, "the streams that the capture forked are its own"
     assert fake.now() == originals

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -279,3 +281,32 @@ def test_what_is_replaced_for_all_models_is_what_runs(
             got, want = model(tokens, logits_to_keep=1).logits, twin(tokens, logits_to_keep=1).logits
             torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
             assert not torch.allclose(got, before, rtol=1e-3, atol=1e-4)
+
+
+def test_a_handle_that_sleeps_has_given_its_memory_back_and_wakes_with_the_weights_that_are_there(
+    make: Make, graphed: Make, ids: Make
+) -> None:
+    model, prompt = make(), ids(1, 6)
+    handle = graphed(model, buckets=[8])
+    with torch.inference_mode():
+        handle.capture()
+        for _ in range(3):
+            model(prompt)
+    replayed = handle.stats.replayed
+    handle.sleep()
+    assert not handle.stats.buckets and handle.scratch_bytes == 0
+    gone = []
+    for p in model.parameters():
+        gone.append(weakref.ref(p.data.untyped_storage()))
+        p.data = p.data * 0.5
+    gc.collect()
+    assert [ref() is None for ref in gone] == [True] * len(gone)
+    want = model(prompt).logits
+    assert handle.stats.reasons["asleep"] == 1 and handle.stats.replayed == replayed
+    with pytest.raises(segue.UsageError, match=r"asleep. Call wake\(\)"):
+        handle.capture()
+    assert handle.wake().buckets == (8,) and handle.wake() is None
+    with torch.inference_mode():
+        for _ in range(3):
+            torch.testing.assert_close(model(prompt).logits, want, rtol=1e-4, atol=1e-4)
+    assert handle.stats.reasons["asleep"] == 1 and handle.stats.replayed > replayed

@@ -414,3 +414,19 @@ def test_switched_off_nothing_is_captured(device: Device, monkeypatch: pytest.Mo
     compare(handle, text(device, 1, 9))
     assert handle.stats.reasons == {"SEGUE=off in the environment": 1} and handle.capture().buckets == ()
     handle.restore()
+
+
+def test_an_encoder_sleeps_and_wakes(device: Device) -> None:
+    with segue.accelerate(build("bert", device), buckets=[8], device=device) as handle:
+        handle.capture()
+        buckets = handle.stats.buckets
+        compare(handle, text(device, 1, 7))
+        handle.sleep()
+        assert not handle.stats.buckets and handle.stats.pool_bytes == 0
+        compare(handle, text(device, 1, 7))
+        assert handle.stats.reasons["asleep"] == 1 and "Call wake()" in handle.report()
+        before = handle.stats.replayed
+        assert handle.wake().buckets == buckets
+        for _ in range(3):  # without token types, which capture() has taken, it is another variant
+            compare(handle, text(device, 1, 7))
+        assert handle.stats.replayed == before + 1 and handle.stats.reasons["asleep"] == 1

@@ -211,6 +211,28 @@ def test_where_its_capture_fails_the_decoders_graphs_serve_first_tokens(device: 
             _first_token(model, 7)
 
 
+def test_running_out_of_memory_is_raised_once_even_where_failures_go_eager(device: Device) -> None:
+    model = build("llama", device.torch_device)
+    expected = _first_token(model, 7).logits.detach()
+
+    class Hungry(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if segue.is_breakable_capture_active() and x.shape[1] >= 8:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return x
+
+    first = model.model.layers[0]
+    first.input_layernorm = torch.nn.Sequential(first.input_layernorm, Hungry()).eval()
+    with torch.no_grad(), accelerate(model, buckets=[4, 8], on_failure="eager", device=device):
+        raised = 0
+        for _ in range(6):
+            try:
+                _assert_close(_first_token(model, 7).logits, expected)
+            except segue.GraphMemoryError:
+                raised += 1
+        assert 1 <= raised <= 2  # by the graph from ids to logits, and by the decoder's own
+
+
 def test_recapture_after_a_change_of_dtype_makes_a_cache_of_the_new_one(device: Device) -> None:
     model = build("llama", device.torch_device)
     with torch.no_grad(), accelerate(model, max_tokens=16, device=device) as graphed:

@@ -40,7 +40,7 @@ def test_a_right_trunk_passes_up_and_down_with_packed_prompts_too(device: Device
     assert len(prompts) == len(said) == 2 * len(set(prompts)) and prompts == prompts[::-1]
     assert requests == 1 or "15+0+32 tokens" in prompts
     assert {row["greedy"] for row in report.rows} == {"16 steps same"}
-    assert report.rows[1]["pads"] == report.rows[1]["control"] == "same"
+    assert report.rows[1]["pads"] == report.rows[1]["control"] == report.rows[1]["all rows"] == "same" and not report.perplexity
 
 
 @pytest.mark.parametrize("kept", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -206,3 +206,33 @@ def test_a_trunk_that_takes_only_whole_chunks_passes_and_the_report_says_so(devi
     with segue.PrimeGraph(_ready(Chunks, device), BUCKET, device=device) as prime:
         report = check_prime(prime, [20], steps=2)
     assert report.ok and report.rows[0]["pads"] == "same; doesn't run unpadded (RuntimeError)"
+
+
+class LastRowOnly(tiny_trunk.Dense):
+    """Right in the last real row of each prompt, by which it is judged without ``rows="all"``."""
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
+        hidden = super().forward(x, cu_seqlens, cache)
+        mean = hidden.mean(0)  # of padded rows too
+        last = torch.arange(x.shape[0], device=x.device) + 1 == cu_seqlens[1:, None]
+        return torch.where(last.any(0)[:, None], hidden, hidden + 9 * mean)
+
+
+def test_rows_that_depend_on_the_padding_are_found_by_the_forward_at_the_true_length(device: Device) -> None:
+    found = _findings(_ready(LastRowOnly, device), device)
+    assert any("20 tokens, up: hidden of all rows, against its own length,: is off by" in line for line in found), found
+    assert all("of all rows" in line for line in found)
+
+
+def test_the_perplexity_of_a_text_is_that_of_the_eager_forward(device: Device, trunk: Any) -> None:
+    text = torch.randint(0, 50, (2 * BUCKET + 17,), generator=torch.Generator().manual_seed(0))
+    with segue.PrimeGraph(trunk, BUCKET, device=device) as prime:
+        report = check_prime(prime, [20], steps=0, text=text.tolist())
+        assert report.ok and report.perplexity.endswith(f"over {2 * BUCKET + 14} tokens")
+        graph, eager = (float(part.split()[0]) for part in report.perplexity.split(", ")[:2])
+        assert graph == pytest.approx(eager, rel=1e-4) and 10 < graph < 200
+        assert "refused: " in check_prime(prime, [20], steps=0, text=[3]).findings[-1]
+    with segue.PrimeGraph(_ready(LastRowOnly, device), BUCKET, device=device) as prime:
+        assert any(line.startswith("perplexity: ") for line in check_prime(prime, [20], steps=0, text=text[:20]).findings)
+    with segue.PrimeGraph(_ready(Chunks, device), BUCKET, device=device) as prime:
+        assert "doesn't run unpadded" in check_prime(prime, [20], steps=0, text=text[:20]).perplexity

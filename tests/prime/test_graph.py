@@ -17,6 +17,7 @@ from prime.prompts import prompt
 from segue.check import tiny_trunk
 from segue.check.compare import difference, poison
 from segue.devices import Device
+from segue.prime.reference import reference
 
 BUCKET = 32
 
@@ -101,6 +102,36 @@ def test_packed_prompts_are_each_copied_into_their_own_session(device: Device, t
                     else:
                         rows = theirs[name].tensor.narrow(value.dim, want.offsets[r], n)
                         _same(value.tensor.narrow(value.dim, 0, n), rows)
+
+
+@pytest.mark.parametrize("lengths", [(10, 0, 21), (32,), (1, 1, 1), (7,)])
+def test_all_real_rows_are_given_on_request(device: Device, trunk: Any, lengths: tuple[int, ...]) -> None:
+    with segue.PrimeGraph(trunk, BUCKET, requests=3, device=device) as prime:
+        prime.run([prompt(32, device)], [trunk.new_cache(40)], rows="all")
+        prompts = [prompt(n, device, seed=r) for r, n in enumerate(lengths)]
+        sessions = [trunk.new_cache(40) if n else None for n in lengths]
+        for value in trunk.state(prime.scratch).values():
+            poison(value.tensor)
+        prime.pool.poison()
+        got, want = prime.run(prompts, sessions, rows="all"), prime.reference(prompts, rows="all")
+        assert got.hidden.shape[0] == got.logits.shape[0] == sum(lengths) and not got.hidden.is_inference()
+        _same(got.hidden, want.hidden)
+        _same(got.logits, want.logits)
+        kept, start = got.hidden.clone(), 0
+        last = prime.reference(prompts)
+        for r, n in enumerate(lengths):
+            if n:
+                assert trunk.get_length(sessions[r]) == n
+                _same(got.hidden[start + n - 1], last.hidden[r])
+                torch.testing.assert_close(got.logits[start + n - 1], last.logits[r], rtol=1e-4, atol=1e-4)
+                alone = reference(trunk, prime.batch(prompts[r]), n, 1, "alone", every=True)  # no padding at all
+                torch.testing.assert_close(got.hidden[start : start + n], alone.hidden, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(got.logits[start : start + n], alone.logits, rtol=1e-4, atol=1e-4)
+            start += n
+        prime.run([prompt(30, device)], [trunk.new_cache(40)])
+        assert torch.equal(got.hidden, kept)
+        with pytest.raises(segue.UsageError, match='rows=3 is neither "last" nor "all"'):
+            prime.run(prompts, sessions, rows=3)  # type: ignore[arg-type]
 
 
 def test_a_packed_prompt_gets_what_it_gets_alone_up_to_rounding(device: Device, trunk: Any) -> None:
@@ -275,3 +306,16 @@ def test_a_closed_graph_and_one_inside_a_capture_refuse_to_recapture(device: Dev
     prime.close()
     with pytest.raises(segue.SegueError, match=r"it was closed, so it can't be recaptured. Make a new PrimeGraph"):
         prime.recapture()
+
+
+def test_a_trunk_is_warmed_up_as_often_as_is_asked_for(device: Device, dense_trunk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[bool] = []
+    norm = type(dense_trunk.norm).forward
+    monkeypatch.setattr(
+        type(dense_trunk.norm), "forward", lambda self, x: (runs.append(segue.is_breakable_capture_active()), norm(self, x))[1]
+    )
+    with segue.PrimeGraph(dense_trunk, BUCKET, device=device, cuts=[], warmups=3) as prime:
+        assert runs == [False, False, False, True]
+        _check(prime, dense_trunk, prompt(9, device))
+    with pytest.raises(segue.UsageError, match="warmups=0 must be at least 1"):
+        segue.PrimeGraph(dense_trunk, BUCKET, device=device, warmups=0)

@@ -9,8 +9,9 @@ import queue
 import pytest
 import torch
 
+import segue
 from runner.rows import close
-from segue.errors import InputError, NoBucketError
+from segue.errors import InputError, NoBucketError, UsageError
 from segue.runner import Input
 from segue.runner.calls import Binder
 
@@ -255,3 +256,25 @@ def test_another_batch_is_refused_where_a_shape_is_declared_or_nothing_may_run_e
     for bad in (other.double(), other[..., :3], other.to("meta")):
         with pytest.raises(InputError, match="input 'x'"):
             plain(bad, torch.zeros(3, device=model.device))
+
+
+def test_calls_that_takes_does_not_want_run_eager_and_are_counted(make, model):
+    asked = []
+
+    def takes(args, kwargs, ctx):
+        asked.append((len(args), sorted(kwargs), ctx))
+        return ctx != "narrows"
+
+    runner = make(model, takes=takes)
+    x, bias = model.x(3), torch.ones(4, device=model.device)
+    for ctx in ("all rows", "narrows", "all rows", "narrows", None):
+        assert close(runner(x, bias=bias, ctx=ctx), model(x, bias))
+    assert asked[:2] == [(1, ["bias"], "all rows"), (1, ["bias"], "narrows")]
+    assert (runner.stats.replayed, dict(runner.stats.reasons)) == (1, {"takes= says that graphs don't serve it": 2})
+    with segue.active_forward("narrows"):
+        runner(x, bias=bias)
+        assert runner.stats.eager == 3
+        runner(x, bias=bias, decision=runner.admit(3))
+    assert runner.stats.eager == 3 and runner.stats.replayed == 2
+    with pytest.raises(UsageError, match="takes=3 must be a function of a call's args, kwargs and ctx"):
+        make(model, takes=3)

@@ -9,7 +9,7 @@ import torch
 
 import segue
 from runner.rows import close
-from segue.errors import CaptureError, SegueError, UsageError
+from segue.errors import CaptureError, GraphMemoryError, SegueError, UsageError
 from segue.runner import Breakable, Input
 
 INPUTS = {"x": Input(0, 0.0)}
@@ -47,16 +47,21 @@ def test_a_failed_capture_is_retried_eagerly_counted_and_logged_once(make, model
     assert runner.stats.replayed == 1
 
 
-def test_a_capture_without_memory_is_counted_as_such(make, model):
+@pytest.mark.parametrize("ahead", [False, True], ids=["lazily", "ahead"])
+def test_a_capture_without_memory_is_raised_once_even_if_failures_go_eager(make, model, ahead):
     def fn(x):
-        if segue.capture_phase() is not None:
+        if segue.capture_phase() is not None and x.shape[0] == 8:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return x * 2
 
-    runner = make(fn, INPUTS, [8], on_failure="eager")
-    for _ in range(3):
-        assert close(runner(model.x(8)), model.x(8) * 2)
-    assert dict(runner.stats.reasons) == {"a failed capture: out of memory": 2}
+    runner = make(fn, INPUTS, [4, 8], on_failure="eager")
+    if not ahead:
+        runner(model.x(8))
+    with pytest.raises(GraphMemoryError, match=r"bucket 8: out of memory while recording .*2.00 GiB"):
+        runner.capture(model.x(8)) if ahead else runner(model.x(8))
+    for n in (8, 3, 7, 3, 3):
+        assert close(runner(model.x(n)), model.x(n) * 2)
+    assert dict(runner.stats.reasons) == {"a failed capture: out of memory": 2} and runner.stats.replayed == 1
     assert runner.explain(7) == "7 tokens: eager, a failed capture: out of memory (bucket 8)"
 
 

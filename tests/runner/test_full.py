@@ -168,3 +168,11 @@ def test_options_that_mean_nothing_are_refused() -> None:
         Full(takes=True, buckets=[1])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="Full: buckets"):
         Full(takes=decodes, buckets=4)  # type: ignore[arg-type]
+
+
+def test_a_trial_replay_of_a_full_graph_is_its_reference(device: Device) -> None:
+    model = Paged(device.torch_device)
+    runner, before = runner_of(model, device), [page.clone() for page in model.pages()]
+    runner.capture(*batch(device.torch_device, 1, 0), verify=True)
+    assert runner.stats.strategies == {"full": 3} and runner.stats.captured == 3
+    assert all(torch.equal(a, b) for a, b in zip(model.pages(), before, strict=True))

@@ -120,6 +120,8 @@ class BoundArguments:
         """``(True, value)`` for what never changes, ``(False, make)`` for what is read at each replay."""
         if paths := self._map.paths(value):
             return False, _read_live(paths, name, self._where)
+        if (read := self._in_variable(name, value)) is not None:
+            return False, read
         if isinstance(value, Tensor):
             return True, self._tensor(name, value)
         if value is None:
@@ -129,6 +131,13 @@ class BoundArguments:
             return True, value
         parts = None if isinstance(value, torch.nn.Module) else parts_of(value)
         return self._freeze(name, value) if parts is None else self._container(name, value, parts)
+
+    def _in_variable(self, name: str, value: Any) -> Make | None:
+        """What reads ``value`` from a context variable of the caller's; None if none holds it."""
+        variables = self._baked.variables
+        read = None if variables is None or is_plain(value) else variables.find(value, name, self._where)
+        ours = read is not None and isinstance(value, Tensor) and value.layout is torch.strided
+        return None if ours and self._op_watch.pool.owns(value) else read
 
     def _tensor(self, name: str, t: Tensor) -> Tensor:
         """``t`` as a replay uses it. Outside the pool, each replay looks whether its holder still holds that memory."""

@@ -40,7 +40,11 @@ R = TypeVar("R")
 def break_point(fn: Callable[P, R]) -> Callable[P, R]: ...
 @overload
 def break_point(
-    *, trim: Sequence[str] | Mapping[str, int] = (), token_dim: Any = 0, out: str | None = None
+    *,
+    trim: Sequence[str] | Mapping[str, int] = (),
+    token_dim: Any = 0,
+    out: str | None = None,
+    capture_stub: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def break_point(
     fn: Callable[P, R] | None = None,
@@ -48,6 +52,7 @@ def break_point(
     trim: Sequence[str] | Mapping[str, int] = (),
     token_dim: Any = 0,
     out: str | None = None,
+    capture_stub: Callable[..., Any] | None = None,
 ) -> Any:
     """Make a function a break: during a capture it ends the segment, runs eagerly with live context, and hands its results on.
 
@@ -58,15 +63,22 @@ def break_point(
         token_dim: the dimension of the result that has one row a token: a value, or one per output (by position, key or
             field); None where there is none. Rows past the valid ones are cleared before the next segment reads them.
         out: name of an argument that the caller allocates and the function fills. It is the result; nothing is copied.
+        capture_stub: runs in the function's place, with its arguments, in captures whose answer nobody waits for, and in their
+            warm-ups: ``runner.capture()`` and a bare :class:`BreakableCapture`, whose block then computes no answer. For
+            functions that are expensive, or need other ranks. It must give what the function gives, but for the values. A
+            capture that answers a call runs the function, and so do replays and the reference.
 
     Raises:
-        UsageError: a name that the function doesn't have.
+        UsageError: a name that the function doesn't have, or a stub that isn't callable.
     """
     if fn is not None and not callable(fn):
         raise UsageError(f"break_point decorates a function; got a {type(fn).__qualname__}")
     if fn is None:
-        return lambda f: break_point(f, trim=trim, token_dim=token_dim, out=out)  # type: ignore[call-overload]
-    spec = BreakSpec(fn, trim if isinstance(trim, Mapping) else dict.fromkeys(trim, 0), token_dim, out)
+        options = {"trim": trim, "token_dim": token_dim, "out": out, "capture_stub": capture_stub}
+        return lambda f: break_point(f, **options)
+    if capture_stub is not None and not callable(capture_stub):
+        raise UsageError(f"break_point: capture_stub={capture_stub!r} must be a function of what {_source_lines.of(fn)} takes")
+    spec = BreakSpec(fn, trim if isinstance(trim, Mapping) else dict.fromkeys(trim, 0), token_dim, out, capture_stub)
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -94,8 +106,15 @@ def break_here(fn: Callable[..., Any], dst: Any, *args: Any, **kwargs: Any) -> A
 class BreakSpec:
     """What is known of a break point before a forward reaches it: the function and its options."""
 
-    def __init__(self, fn: Callable[..., Any], trim: Mapping[str, int], token_dim: Any, out: str | None) -> None:
-        self.fn, self.trim, self.token_dim, self.out = fn, dict(trim), token_dim, out
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        trim: Mapping[str, int],
+        token_dim: Any,
+        out: str | None,
+        capture_stub: Callable[..., Any] | None = None,
+    ) -> None:
+        self.fn, self.trim, self.token_dim, self.out, self.capture_stub = fn, dict(trim), token_dim, out, capture_stub
         self.label = _source_lines.of(fn)
         self.names = _parameter_names(fn)
         self.decorated: Callable[[], Any] = _ignore_nothing  # gives what replaced the function, while that lives
@@ -158,14 +177,17 @@ class BreakSpec:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         return [given[name] for name in names if name in given]
 
-    def note_names(self, args: tuple[Any, ...], baked: Baked, line: str) -> None:
-        """Note where a forward that calls this break finds it: as a global, or as a method."""
+    def note_names(self, args: tuple[Any, ...], tensors: Sequence[Tensor], baked: Baked, line: str) -> None:
+        """Note where a forward that calls this break finds it, as a global or a method, and the globals among its arguments.
+
+        ``tensors``: those that lie outside the pool.
+        """
         decorated, user = self.decorated(), f"break {self.label} at {line}"
+        for held, name, value in _source_lines.caller_globals():
+            if (value is decorated and value is not None) or any(value is t for t in tensors):
+                baked.slots[id(held), name] = Place(held, name, name, None), value, user
         if decorated is None:
             return
-        for held, name, value in _source_lines.caller_globals():
-            if value is decorated:
-                baked.slots[id(held), name] = Place(held, name, name, None), decorated, user
         owner = args[0] if self.receiver and args else None
         cls = owner if isinstance(owner, type) else type(owner)
         own = getattr(owner, "__dict__", {})
@@ -230,7 +252,8 @@ class Break:
                 user=f"break {spec.label}", line=self.called_at, into=into, where=where,
             )  # fmt: skip
             if baked.bare:
-                spec.note_names(args, baked, self.called_at)
+                outside = [a for a in _tensors([*args, *kwargs.values()]) if not watch.pool.owns(a)]
+                spec.note_names(args, outside, baked, self.called_at)
         self._take: Take = _ignore
         self._single: Handoff | None = None  # the whole result is one tensor
         self._nothing = False  # the whole result is None
@@ -256,7 +279,7 @@ class Break:
         return call, None if self._nothing else self._take, self._take
 
     def first_run(self) -> Any:
-        """Run the function at capture, or in the reference, and return what the forward goes on with.
+        """Run the function or its stub at capture, or in the reference, and return what the forward goes on with.
 
         Raises:
             CaptureError: a replay couldn't repeat the break: it changed a container, or returned what can't be handed on.
@@ -264,6 +287,8 @@ class Break:
         """
         args, kwargs, into = self._first
         del self._first
+        stub = self.spec.capture_stub if state.stubs else None
+        fn = stub or self._fn
         grad = torch.is_grad_enabled() and not state.grad  # only where the forward itself has turned gradients on
         state.inside_break, state.asked_rows = True, False
         try:
@@ -271,14 +296,13 @@ class Break:
                 cut_args, cut_kwargs = self.spec.trimmed(args, kwargs)
                 filled = _containers([*args, *kwargs.values()])
                 with nullcontext() if state.made is None else state.made.off(), torch.set_grad_enabled(grad):
-                    result, elsewhere = self._ordered(lambda: self._fn(*cut_args, **cut_kwargs))
+                    result, elsewhere = self._ordered(lambda: fn(*cut_args, **cut_kwargs))
                 if self._op_watch is not None and _containers([*args, *kwargs.values()]) != filled:
                     raise CaptureError(
                         f"{self.where}: the break changed what a list, dict or dataclass argument holds, and the segments after "
                         "it would go on with what it held at capture. Return the new values."
                     )
-                if elsewhere:
-                    assert self._op_watch is not None
+                if self._op_watch is not None and (elsewhere or stub):  # a stub doesn't show which streams the function uses
                     self._fn = _in_order(self._op_watch.pool.device.ordered, self._fn)
                 destination = self.spec.destination(args, kwargs, into)
                 if destination is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from segue import _source_lines, _torch, devices
 from segue.capture.break_memory import BreakMemory
 from segue.capture.break_points import Break, BreakSpec
+from segue.capture.context_variables import LiveVariables
 from segue.capture.externals import Baked, External, Externals
 from segue.capture.isolation import forget_casts, no_garbage_collection, one_capture, tuned_kernel, uninterrupted
 from segue.capture.leftovers import Leftovers
@@ -34,14 +35,17 @@ class BreakableCapture:
     """Capture what runs inside ``with`` as CUDA graphs, broken where a :func:`~segue.break_point` runs eagerly.
 
     The capture is a real first forward: each segment is launched as soon as it is recorded, so breaks see real values and
-    what the block computes is the answer. Afterwards :meth:`replay` runs it again on the memory it was recorded on. What it
-    leaves in graph memory holds until anything else that shares the pool replays: copy it, or give it a pool of its own.
+    what the block computes is the answer, unless a break has a ``capture_stub``. Afterwards :meth:`replay` runs it again on the
+    memory it was recorded on. What it leaves in graph memory holds until anything else that shares the pool replays: copy it,
+    or give it a pool of its own.
 
     Args:
         rows: the bucket: an output of a break with this size along its token dimension is token-shaped, and its rows past
             the valid ones are zeroed at every replay. None: dimension 0 of every hand-off.
-        pool: a pool of ``device``; by default the one that all captures on it share.
-        stream: the stream to capture on; by default one that all captures share and nobody else has.
+        pool: a pool of ``device``, as :func:`~segue.new_pool` makes, or a handle of torch's, ``torch.cuda.graph_pool_handle()``
+            or ``CUDAGraph.pool()``; by default the one that all captures on it share. Replays of graphs that others record under
+            such a handle are for the user to order.
+        stream: the ``torch.cuda.Stream`` to capture on; by default one that all captures share and nobody else has.
         device: ``"emulator"`` or what ``torch.device`` takes; by default CUDA where there is one.
         valid_rows: how many rows are real in the forward being captured; by default all.
         name: what errors call this capture.
@@ -52,6 +56,9 @@ class BreakableCapture:
             first segment while the host still checks that what the others read is where it was. If that check
             raises an error, the first segment's work in the pool is all that has been done.
         remedy: what an error about something that has changed tells the user to do, beside undoing that.
+        stubs: whether breaks that have a ``capture_stub`` run it. False if somebody waits for the answer.
+        after_segment: is called after each segment's end during the capture, before the segment is launched, while nothing is
+            recorded: a barrier of ranks that must capture together, say. If it raises an error, the capture has failed.
         own: what holds tensors outside the pool that only the caller uses, such as input buffers and a scratch cache. The first
             segment may write them before the checks are done.
         breaks_inside: break points end no segment. Their functions are recorded like everything else, and get all rows.
@@ -60,7 +67,7 @@ class BreakableCapture:
     def __init__(
         self,
         rows: int | None = None,
-        pool: Pool | None = None,
+        pool: Pool | tuple[int, int] | None = None,
         stream: Any = None,
         device: str | torch.device | Device | None = None,
         *,
@@ -71,14 +78,16 @@ class BreakableCapture:
         remedy: str = "capture again",
         own: Any = None,
         breaks_inside: bool = False,
+        stubs: bool = True,
+        after_segment: Callable[[], object] | None = None,
     ) -> None:
         rows = None if rows is None else row_count(rows, "BreakableCapture: rows")
         valid_rows = None if valid_rows is None else row_count(valid_rows, "BreakableCapture: valid_rows")
         if rows is not None and valid_rows is not None and valid_rows > rows:
             raise UsageError(f"BreakableCapture: valid_rows={valid_rows} is more than its {rows} rows")
-        self.device: Device = pool.device if pool is not None and device is None else devices.resolve(device)
-        self.pool: Pool = pool if pool is not None else self.device.default_pool()
-        self.stream: Any = stream if stream is not None else self.device.default_stream()
+        self.device: Device = devices.resolve(devices.device_of(pool) if device is None else device)
+        self.pool: Pool = devices.pool_of(self.device, pool)
+        self.stream: Any = devices.stream_of(self.device, stream)
         self.rows, self.valid_rows, self.breaks_inside = rows, valid_rows, breaks_inside
         self.name = name or ("capture" if rows is None else f"capture of {rows} rows")
         self._kind = self.device.torch_device.type
@@ -88,6 +97,7 @@ class BreakableCapture:
         self._graphs: list[Segment] = []
         self._unlaunched: list[Segment] = []  # committed, and waiting for a launch
         self._root, self._defer_checks, self._remedy = root, defer_checks, remedy
+        self._stubs, self._after_segment = stubs, after_segment
         self._own = {} if own is None else tensors_held(own, "inputs" if isinstance(own, Mapping) else type(own).__qualname__)
         self._places: Places | None = None  # made when the capture begins, as the forward may change what it decides by
         self._op_watch = OpWatch(self.pool, self.name, self._own)
@@ -184,11 +194,12 @@ class BreakableCapture:
             scope.enter_context(no_garbage_collection())
             scope.enter_context(self.pool.turn())
             scope.enter_context(self.device.on_capture_stream(self.pool, self.stream))
-            before = state.capture, state.phase, state.rows, state.valid, state.pools, state.reference, state.grad
+            before = state.capture, state.phase, state.rows, state.valid, state.pools, state.reference, state.grad, state.stubs
             scope.callback(_restore_state, before)
             state.capture, state.rows, state.valid, state.pools = self, self.rows, self.valid_rows, (self.pool,)
-            state.reference, state.grad = False, torch.is_grad_enabled()
+            state.reference, state.grad, state.stubs = False, torch.is_grad_enabled(), self._stubs
             self._began = modes_now(self._kind)
+            self._baked.variables = LiveVariables(self._began.variables)
             token = object()
             self.pool.attach(token)
             self._retire = weakref.finalize(self, self.pool.retire, token, self._graphs)
@@ -433,7 +444,10 @@ class BreakableCapture:
             self._graphs.append(segment)
             self._unlaunched.append(segment)
             self._op_watch.settle()
-            if launch:
+        if self._after_segment is not None:
+            self._after_segment()
+        if launch:
+            with uninterrupted():
                 self._launch()
 
     def _launch(self) -> None:
@@ -484,4 +498,4 @@ def _waited(args: tuple[Any, ...], kwargs: dict[str, Any], which: Callable[[Tens
 
 
 def _restore_state(before: tuple[Any, ...]) -> None:
-    state.capture, state.phase, state.rows, state.valid, state.pools, state.reference, state.grad = before
+    state.capture, state.phase, state.rows, state.valid, state.pools, state.reference, state.grad, state.stubs = before

@@ -17,7 +17,8 @@ from torch import Tensor
 from segue import _torch
 from segue.capture.allocations import made_from_input
 from segue.capture.comparisons import Change
-from segue.capture.context_paths import ContextMap, DeepContext, Path, getter, show
+from segue.capture.context_paths import DEEPEST, MOST, ContextMap, DeepContext, Path, getter, show
+from segue.capture.context_variables import LiveVariables
 from segue.capture.object_graph import Place
 from segue.capture.places import Places
 from segue.capture.thread_state import state
@@ -89,9 +90,11 @@ class Baked:
     a view, by path. ``objects``: arguments that are frozen, by id. ``slots``: places that decide which function a break's name
     stands for, with what they held at capture and the break in words. They are for a ``bare`` capture: of a function that was
     captured, the code tells. ``nones``: paths of the context at which an argument's None was, with the argument in words.
+    ``variables``: of the caller's context, from which arguments are read; None where there is nothing to look for.
     """
 
     bare: bool = False
+    variables: LiveVariables | None = None
     tensors: dict[int, External] = field(default_factory=dict)
     context_tensors: dict[str, tuple[Callable[[Any], Any], Tensor]] = field(default_factory=dict)
     objects: dict[int, FrozenObject] = field(default_factory=dict)
@@ -154,6 +157,7 @@ class Externals:
         self._context: list[tuple[str, Callable[[Any], Any], int, External | None]] = [
             (path, get, t.data_ptr(), None) for path, (get, t) in baked.context_tensors.items()
         ]
+        whole = contexts.whole or deep.whole(state.ctx)
         for external, place in zip(externals, found, strict=True):
             key = _torch.storage_key(external.tensor)
             elsewhere = key in own or key in baked.tensors  # where others read it
@@ -169,6 +173,8 @@ class Externals:
                     get = getter(path)
                     self._context.append((show(path), get, get(state.ctx).data_ptr(), external))
             else:
+                if not whole and key in baked.tensors:
+                    raise _out_of_sight(external)
                 self.unnamed.append(external)
         self.named = [(place.name, external) for place, external in named]
         self.early = defer_checks and not places.writes_unseen
@@ -281,6 +287,15 @@ def _refuse_stale(externals: list[External], places: list[Place | None]) -> None
                 f"({line}) and kept. The graph would read that call's values for ever. Make it anew in each forward, make it "
                 "in a break, or keep only what constants and weights give."
             )
+
+
+def _out_of_sight(external: External) -> CaptureError:
+    return CaptureError(
+        f"{external.op} at {external.where} is a tensor {tuple(external.tensor.shape)}, and whether the live context holds it "
+        f"can't be told: only {DEEPEST} levels and {MOST} values of a context are looked at, and this one has more. Every replay "
+        "would pass this tensor. Read it inside the break, from current_forward_ctx(), or give active_forward() a context that "
+        "holds less."
+    )
 
 
 def _pointer(value: Any) -> int | None:

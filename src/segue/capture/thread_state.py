@@ -44,6 +44,7 @@ class _ThreadState(threading.local):
     made: Allocations | None = None  # in the reference: the memory that its forward has made
     rehearsal: Rehearsal | None = None  # in the reference: notes what breaks give, or stands in for them
     asked_rows: bool = False  # the break that is running has asked for its valid rows
+    stubs: bool = False  # breaks run their capture stubs: nobody waits for the answer
     grad: bool = False  # gradients were on when the capture or the reference began
     variables: Context | None = None  # the context variables when the reference began
     ctx: Any = None
@@ -83,6 +84,16 @@ def is_breakable_capture_active() -> bool:
 def capture_phase() -> Phase | None:
     """``"segment"`` while recording one, ``"break"`` while a break runs at capture, None outside a capture."""
     return state.phase
+
+
+@contextmanager
+def capture_stubs() -> Iterator[None]:
+    """Within this block breaks that have a capture stub run it instead of their body, in references and captures."""
+    before, state.stubs = state.stubs, True
+    try:
+        yield
+    finally:
+        state.stubs = before
 
 
 @contextmanager

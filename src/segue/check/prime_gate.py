@@ -2,7 +2,8 @@
 
 One graph runs each prompt length in ascending and then in descending order. Before each run the scratch cache, the free
 blocks of the pool and the session hold NaN. Logits, hidden states and every byte of every cache are compared with the
-trunk's eager run at the same padded shape on a fresh cache. Then greedy steps continue from both caches.
+trunk's eager run at the same padded shape on a fresh cache, and, to rounding, with its run of each prompt at its own length.
+Then greedy steps continue from both caches. The perplexity of a text is compared where one is given.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from torch import Tensor
 from segue import _torch
 from segue.check.cache_parts import CachePart
 from segue.check.compare import difference, distance, poison, tensors_in
+from segue.check.perplexity import perplexity
 from segue.errors import SegueError
 from segue.prime import PrimeGraph, Reference
 from segue.prime.reference import reference
 from segue.prime.requests import Batch
 
 _LENGTHS = (47, 128, 300)
+# How far a prompt may be from the forward at its true length, as a part of the largest value.
 # A prompt without padding has other matrix shapes, so it is rounded otherwise: 8-bit values may land on the next step, and
 # results computed from them show it. Where padded rows count, results are off by ten times as much.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-2, torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -35,11 +38,13 @@ _COPIES = 32  # copies of the reference's cache that show what a step may give t
 class GateReport:
     """What the gate found.
 
-    ``rows``: a table with one row for each run. ``findings``: a sentence for each difference.
+    ``rows``: a table with one row for each run. ``findings``: a sentence for each difference. ``perplexity``: of the text that
+    was given, in words; empty without one.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
+    perplexity: str = ""
 
     @property
     def ok(self) -> bool:
@@ -52,6 +57,7 @@ def check_prime(
     lengths: Sequence[int] | None = None,
     steps: int = 16,
     progress: Callable[[str], None] = lambda line: None,
+    text: Tensor | Sequence[int] | None = None,
 ) -> GateReport:
     """Run the gate on one graph.
 
@@ -61,12 +67,17 @@ def check_prime(
         steps: how many greedy steps follow each run, made by ``trunk.step(token, session)``. A trunk without ``step`` makes
             none, and the report says so.
         progress: is called with a line before each run.
+        text: token ids [n], whose perplexity by the graph is compared with that by the eager forward at each window's length.
+            None: nothing is compared.
     """
     gate = _Gate(prime, steps)
     for direction, plan in (("up", gate.plan(lengths)), ("down", gate.plan(lengths)[::-1])):
         for label, prompts in plan:
             progress(f"{label}, {direction}")
             gate.run(label, direction, prompts)
+    if text is not None:
+        progress("perplexity")
+        gate.compare_perplexity(text)
     return gate.report
 
 
@@ -119,9 +130,49 @@ class _Gate:
         row["cache"] = self._caches(here, batch, sessions, want)
         row["past the prompt"] = self._past(here, batch, sessions, before, want)
         row["pads"] = self._pads(here, batch, sessions, want) if first else None
+        row["all rows"] = self._all_rows(here, prompts, batch) if first else None
         row["control"] = self._control(here, prompts, batch, sessions, want) if first else None
         row["greedy"] = self._greedy(here, batch, sessions, got.logits, want)  # comes last, because the sessions grow
         self.report.rows.append(row)
+
+    def compare_perplexity(self, text: Tensor | Sequence[int]) -> None:
+        """Compare the perplexity of a text."""
+        ids = torch.as_tensor(text, dtype=torch.int64).to(self.prime.device.torch_device)
+        try:
+            found = perplexity(self.prime, ids, self._session)
+        except SegueError as e:
+            self._find("perplexity", f"refused: {e}")
+        except (RuntimeError, ValueError) as e:
+            self.report.perplexity = f"not compared: the trunk doesn't run unpadded ({type(e).__name__})"
+        else:
+            self.report.perplexity = str(found)
+            if not found.ok:
+                self._find("perplexity", f"{found}: they differ by more than {found.tolerance:g} of it")
+
+    def _all_rows(self, here: str, prompts: list[Tensor], batch: Batch) -> str:
+        """Check a run that gives all real rows: against the reference, and against each prompt alone at its own length."""
+        prime = self.prime
+        self._poison()
+        with torch.no_grad():
+            got = prime.run(prompts, [self._session() for _ in prompts], rows="all")
+        want = prime.reference(prompts, rows="all")
+        names = ("logits", "hidden")
+        found = [(f"{name} of all rows", difference(getattr(got, name), getattr(want, name))) for name in names]
+        start = 0
+        for r, n in enumerate(batch.lengths):
+            rows, start = slice(start, start + n), start + n
+            if not n:
+                continue
+            try:
+                alone = reference(self.trunk, prime.batch(prompts[r]), n, 1, prime.name, every=True)
+            except (RuntimeError, ValueError) as e:
+                return f"{self._verdict(here, found)}; doesn't run unpadded ({type(e).__name__})"
+            for name in names:
+                off = distance(getattr(got, name)[rows], wanted := getattr(alone, name))
+                if off > _TOLERANCE.get(wanted.dtype, _COARSE):
+                    what = _at(f"{name} of all rows, against its own length,", r, batch)
+                    found.append((what, f"is off by {off:.2g} of its size"))
+        return self._verdict(here, found)
 
     def _outputs(self, here: str, batch: Batch, name: str, got: Tensor, want: Tensor) -> str:
         real = [r for r, n in enumerate(batch.lengths) if n]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -38,6 +39,9 @@ def check(
     trust_remote_code: TrustRemoteCode = False,
     bucket: Annotated[int | None, typer.Option(min=1, help="Of a trunk: the bucket of its graph, by default 512.")] = None,
     requests: Annotated[int | None, typer.Option(min=1, help="Of a trunk: prompts that a graph holds, by default 1.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Of a trunk: a file of token ids, the text whose perplexity is compared.")
+    ] = None,
     output: FormatOption = Format.MD,
 ) -> None:
     """Compare what replays with what runs without graphs; exit 1 if something differs.
@@ -52,16 +56,16 @@ def check(
     if name == "prime":
         options.refuse("the gate of a prime graph takes a trunk and no model")
         options.refuse_loading("the gate of a prime graph takes a trunk and no model")
-        _check_prime(*_trunk(trunk), bucket, requests, output)
+        _check_prime(*_trunk(trunk), bucket, requests, text, output)
         return
     if trunk is not None:
         raise UsageError(f"segue check takes one TARGET; a second one, {trunk!r}, follows the word prime only")
     found = target.find(name, options, max_tokens=target.MAX_TOKENS)
     if isinstance(found.value, PrimeGraph) or target.is_trunk(found.value):
-        _check_prime(name, found.value, bucket, requests, output)
+        _check_prime(name, found.value, bucket, requests, text, output)
         return
-    if bucket is not None or requests is not None:
-        raise UsageError(f"--bucket and --requests are for trunks, and {name} gives a {type(found.value).__name__}")
+    if bucket is not None or requests is not None or text is not None:
+        raise UsageError(f"--bucket, --requests and --text are for trunks, and {name} gives a {type(found.value).__name__}")
     if isinstance(found.value, GraphRunner):
         _check_runner(found, output)
     else:
@@ -112,18 +116,28 @@ def _trunk(name: str | None) -> tuple[str, Any]:
     return name, made
 
 
-def _check_prime(name: str, made: Any, bucket: int | None, requests: int | None, output: Format) -> None:
+def _check_prime(name: str, made: Any, bucket: int | None, requests: int | None, text: Path | None, output: Format) -> None:
     """Run the gate on a graph, or on a new one of a trunk."""
     from segue.check.prime_gate import check_prime
 
+    ids = None if text is None else _token_ids(text)
     with said_on_stderr():
         if not isinstance(made, PrimeGraph):
             made = handles.prime_graph(made, bucket or 512, requests or 1)
         elif bucket is not None or requests is not None:
             raise UsageError(f"{name} gives a PrimeGraph, which is made already: leave out --bucket and --requests")
         with made as prime:
-            report = check_prime(prime, progress=log.print)
-    sys.stdout.write(render(report.rows, output, [f"The gate of {made.name}.", *report.findings]))
+            report = check_prime(prime, progress=log.print, text=ids)
+    also = [f"Perplexity: {report.perplexity}."] if report.perplexity else []
+    sys.stdout.write(render(report.rows, output, [f"The gate of {made.name}.", *report.findings, *also]))
     if not report.ok:
         log.print("the graph may not serve: see the findings above the table")
         raise typer.Exit(1)
+
+
+def _token_ids(path: Path) -> list[int]:
+    """The whole numbers in a file, between white space or commas."""
+    try:
+        return [int(word) for word in path.read_text().replace(",", " ").split()]
+    except (OSError, ValueError) as e:
+        raise UsageError(f"--text {path}: it must be a file of token ids, whole numbers between white space: {e}") from None

@@ -5,14 +5,28 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from segue.devices.protocol import Device, Pool, PoolUsage, Recording, Segment, Traits
-from segue.errors import UsageError
+from segue.errors import InputError, UsageError
 
-__all__ = ["Device", "Pool", "PoolUsage", "Recording", "Segment", "Traits", "resolve", "runs_compiled"]
+__all__ = [
+    "Device",
+    "Pool",
+    "PoolUsage",
+    "Recording",
+    "Segment",
+    "Traits",
+    "device_of",
+    "new_pool",
+    "pool_of",
+    "resolve",
+    "runs_compiled",
+    "stream_of",
+]
 
 _devices: dict[str, Device] = {}  # by name
 _lock = threading.Lock()
@@ -53,6 +67,68 @@ def resolve(device: str | torch.device | Device | None, tensors: Iterable[Tensor
             raise UsageError(f"device={str(place)!r}: torch sees {count} CUDA devices here; {_ACCEPTED}")
         return _cuda(torch.cuda.current_device() if place.index is None else place.index)
     raise UsageError(f"segue captures on CUDA devices and, emulated, on CPU tensors; got device {str(place)!r}")
+
+
+def new_pool(device: str | torch.device | Device | None = None) -> Pool:
+    """A graph pool that no capture has unless it is given it, as ``pool=``: memory that other graphs free is not used again.
+
+    Graphs of one pool reuse what the others freed. Where eager code keeps a raw address of such memory, as a decode kernel's
+    workspace does, give other graphs a pool of their own. Its memory goes back when the last graph in it is closed.
+
+    ``device``: as for :class:`~segue.BreakableCapture`.
+    """
+    return resolve(device).new_pool()
+
+
+def device_of(pool: Any) -> Device | None:
+    """The device of ``pool=``, as users give it; None where it is None or a handle of torch's, which says no device.
+
+    Raises:
+        InputError: it is neither a pool nor such a handle.
+    """
+    if _is_pool(pool):
+        return cast("Pool", pool).device
+    if pool is None or _is_handle(pool):
+        return None
+    raise InputError(
+        f"pool={pool!r} is no graph pool: give segue.new_pool(), another capture's or runner's pool, or a handle of torch's, "
+        "torch.cuda.graph_pool_handle() or CUDAGraph.pool()"
+    )
+
+
+def pool_of(device: Device, pool: Any) -> Pool:
+    """The pool on ``device`` that ``pool=``, as users give it, means; None means the one that captures share.
+
+    Raises:
+        InputError: it is neither a pool of this device nor a handle of torch's.
+    """
+    home = device_of(pool)
+    if home is None:
+        return device.default_pool() if pool is None else device.pool_at(pool)
+    if home is not device:
+        raise InputError(f"pool= is a pool of {home.name}, and the graphs are on {device.name}. Give one of that device")
+    return cast("Pool", pool)
+
+
+def stream_of(device: Device, stream: Any) -> Any:
+    """The stream on ``device`` that ``stream=``, as users give it, means; None means the one that captures share.
+
+    Raises:
+        InputError: it is no stream of this device.
+    """
+    if stream is None:
+        return device.default_stream()
+    if not device.has_stream(stream):
+        raise InputError(f"stream={stream!r} is no stream of {device.name}: leave it out, or give a torch.cuda.Stream() of it")
+    return stream
+
+
+def _is_pool(pool: Any) -> bool:
+    return hasattr(pool, "turn") and hasattr(pool, "device")
+
+
+def _is_handle(pool: Any) -> bool:
+    return isinstance(pool, tuple) and len(pool) == 2 and all(type(n) is int for n in pool)
 
 
 def runs_compiled(place: torch.device) -> bool:

@@ -138,8 +138,14 @@ class Device(Protocol):
     def new_pool(self) -> Pool:
         """A pool of its own."""
 
+    def pool_at(self, handle: tuple[int, int]) -> Pool:
+        """The pool of one of torch's handles, ``torch.cuda.graph_pool_handle()`` or ``CUDAGraph.pool()``: one for each handle."""
+
     def default_stream(self) -> Any:
         """The stream that captures record on: one per device, never handed to users. None where there are no streams."""
+
+    def has_stream(self, stream: Any) -> bool:
+        """Whether ``stream`` is one of this device's. Where there are no streams, any of torch's counts, and means nothing."""
 
     def on_capture_stream(self, pool: Any, stream: Any) -> AbstractContextManager[None]:
         """Context of a whole capture, which makes ``stream`` current.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -21,18 +21,20 @@ from segue.errors import UsageError, no_copy, traced
 from segue.prime.copyout import CopyOut
 from segue.prime.cuts import Pattern
 from segue.prime.fixed_inputs import Inputs
-from segue.prime.reference import Reference, embed, reference
+from segue.prime.reference import Reference, embed, logits_of, reference
 from segue.prime.requests import Batch, Limits, read, read_tokens
-from segue.prime.scratch_forward import ScratchForward, places_of, without_gradients
+from segue.prime.scratch_forward import Results, ScratchForward, places_of, without_gradients
 from segue.prime.trunk import Trunk
 from segue.prime.trunk_checks import check_trunk, held_weights, trunk_checks
 
 
 @dataclass(frozen=True)
 class PrimeResult:
-    """What a run gives, the caller's own, one row for each prompt of the call; those of empty prompts are zero.
+    """What a run gives, the caller's own.
 
-    ``logits``: [requests, V]. ``hidden``: the last real row's state [requests, H].
+    With ``rows="last"`` one row for each prompt of the call, that of its last token: ``logits`` [requests, V] and ``hidden``
+    [requests, H]. Those of empty prompts are zero. With ``rows="all"`` one row for each of the n tokens of the call, one prompt
+    after the other: [n, V] and [n, H].
     """
 
     logits: Tensor
@@ -56,6 +58,7 @@ class PrimeGraph:
         device: as for :class:`~segue.BreakableCapture`; by default that of the trunk's cache.
         pool: as for :class:`~segue.BreakableCapture`; several graphs may share one, and do by default.
         stream: as for :class:`~segue.BreakableCapture`.
+        warmups: eager runs before the recording. Kernels that tune themselves may need several.
 
     With ``SEGUE=off`` in the environment when it is made, nothing is captured and each run is eager. :attr:`off` says so.
 
@@ -72,20 +75,21 @@ class PrimeGraph:
         *,
         cuts: Sequence[int] | None = None,
         device: str | torch.device | Device | None = None,
-        pool: Pool | None = None,
+        pool: Pool | tuple[int, int] | None = None,
         stream: Any = None,
+        warmups: int = 1,
     ) -> None:
         self.name = f"prime graph of {bucket} rows" + (f" and {requests} requests" if requests != 1 else "")
         check_trunk(trunk, self.name)
-        _check_sizes(trunk, bucket, requests, self.name)
+        _check_sizes(trunk, bucket, requests, warmups, self.name)
         self.trunk, self.bucket, self.requests = trunk, bucket, requests
         self.off, self._closed = environment.disabled(), False
         checks = self._check_state()
         scratch, copies = self._new_scratch()
-        self.device: Device = devices.resolve(pool.device if pool is not None and device is None else device, copies.tensors)
-        self.pool: Pool = pool if pool is not None else self.device.default_pool()
-        self._stream = stream if stream is not None else self.device.default_stream()
-        self._asked = cuts
+        self.device: Device = devices.resolve(devices.device_of(pool) if device is None else device, copies.tensors)
+        self.pool: Pool = devices.pool_of(self.device, pool)
+        self._stream = devices.stream_of(self.device, stream)
+        self._asked, self._warmups = cuts, warmups
         self._bound = self._bind(checks, scratch, copies, cuts)
 
     @property
@@ -128,7 +132,7 @@ class PrimeGraph:
         """The capture itself, for a close look; None with ``SEGUE=off``."""
         return self._bound.forward.captured
 
-    def run(self, tokens: Any, session: Any) -> PrimeResult:
+    def run(self, tokens: Any, session: Any, rows: Literal["last", "all"] = "last") -> PrimeResult:
         """Run a fresh prompt and leave its state in ``session``; or several, with lists of both.
 
         Args:
@@ -137,6 +141,9 @@ class PrimeGraph:
                 and costs nothing.
             session: a fresh cache of the trunk's with room for the prompt. It is written only after everything else
                 went well.
+            rows: of which tokens hidden states and logits are returned: of each prompt's last, or of all, as a drafter needs.
+                All rows equal those of the trunk's forward at the prompt's own length to rounding. The head of all rows runs
+                after the graph, eagerly.
 
         Raises:
             InputError: what was given doesn't fit: too many or too few tokens, a used session, one of another model,
@@ -144,6 +151,8 @@ class PrimeGraph:
                 ReplayError: something that the graph reads was re-pointed, or it was closed. Either way the sessions are as
                 they were.
         """
+        if rows not in ("last", "all"):
+            raise UsageError(f'{self.name}: rows={rows!r} is neither "last" nor "all"')
         if state.capture is not None:
             raise UsageError(f"{self.name}: it was run inside a capture, which would record it. Run it outside")
         if _torch.is_tracing():
@@ -156,17 +165,17 @@ class PrimeGraph:
             with _torch.inference_guard(True):
                 batch = read(tokens, session, bound.limits, self.trunk)
                 named(f"staging, bucket {self.bucket}", self._stage)(bound.inputs, batch)
-                logits, hidden = bound.forward.run() if bound.forward.captured is None else bound.forward.replay()
+                found = bound.forward.run() if bound.forward.captured is None else bound.forward.replay()
             # From here the device is at work, and what is checked costs no time. Only the scratch cache has been written.
             bound.check()
             with without_gradients(as_caller):
-                result = named("outputs", _owned)(logits, hidden, batch)
+                result = named("outputs", self._owned)(found, batch, rows)
             named("copy-out", bound.forward.deliver)(batch.sessions, batch.lengths, inference=as_caller)
         return result
 
-    def reference(self, tokens: Any) -> Reference:
+    def reference(self, tokens: Any, rows: Literal["last", "all"] = "last") -> Reference:
         """What a run of these tokens (ids, or a list of them) must equal: the trunk, eager, on a fresh cache."""
-        return reference(self.trunk, self.batch(tokens), self.bucket, self.requests, self.name)
+        return reference(self.trunk, self.batch(tokens), self.bucket, self.requests, self.name, every=rows == "all")
 
     def batch(self, tokens: Any) -> Batch:
         """``tokens`` as :meth:`run` reads them, without sessions.
@@ -212,6 +221,20 @@ class PrimeGraph:
     def _stage(self, inputs: Inputs, batch: Batch) -> None:
         inputs.fill(embed(self.trunk, batch, self.name, inputs.x), batch)
 
+    def _owned(self, found: Results, batch: Batch, rows: str) -> PrimeResult:
+        """A copy of the graph's results: those of each prompt's last row or of all real rows, with their logits."""
+        logits, last, hidden = found
+        if rows == "all":
+            real = hidden[: batch.total].clone()
+            return PrimeResult(logits_of(self.trunk, real, self.name), real)
+        count = len(batch.lengths)
+        result = PrimeResult(logits[:count].clone(), last[:count].clone())
+        for r, n in enumerate(batch.lengths):
+            if not n:
+                result.logits[r].zero_()
+                result.hidden[r].zero_()
+        return result
+
     def _check_state(self) -> ModuleChecks:
         """Refuse to record inside another capture or in training mode. Returns the checks for later runs."""
         if state.capture is not None or state.pools:
@@ -250,7 +273,7 @@ class PrimeGraph:
             with_head=True,
         )
         if not self.off:
-            forward.capture(cuts, self.pool, self._stream)
+            forward.capture(cuts, self.pool, self._stream, warmups=self._warmups)
             assert forward.captured is not None
             inputs.look_at(forward.captured)
         return _Bound(checks, held_weights(self.trunk), limits, inputs, forward)
@@ -287,23 +310,15 @@ class _Bound:
         self.checks.check_gradients()
 
 
-def _owned(logits: Tensor, hidden: Tensor, batch: Batch) -> PrimeResult:
-    count = len(batch.lengths)
-    result = PrimeResult(logits[:count].clone(), hidden[:count].clone())
-    for r, n in enumerate(batch.lengths):
-        if not n:
-            result.logits[r].zero_()
-            result.hidden[r].zero_()
-    return result
-
-
-def _check_sizes(trunk: Trunk, bucket: int, requests: int, name: str) -> None:
-    for what, value in (("bucket", bucket), ("requests", requests)):
+def _check_sizes(trunk: Trunk, bucket: int, requests: int, warmups: int, name: str) -> None:
+    for what, value in (("bucket", bucket), ("requests", requests), ("warmups", warmups)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise UsageError(f"{name}: {what}={value!r} must be a whole number")
     if bucket < trunk.min_tokens:
         raise UsageError(
             f"{name}: the bucket is smaller than trunk.min_tokens={trunk.min_tokens}, so that no prompt fits"
         )
+    if warmups < 1:
+        raise UsageError(f"{name}: warmups={warmups} must be at least 1")
     if not 1 <= requests <= bucket:
         raise UsageError(f"{name}: requests={requests} must be from 1 to the bucket's {bucket} rows")

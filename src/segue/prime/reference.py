@@ -29,9 +29,9 @@ def embed(trunk: Trunk, batch: Batch, name: str, like: Tensor | None = None) -> 
     return found
 
 
-def logits_and_last(trunk: Trunk, x: Tensor, cu_seqlens: Tensor, cache: Any, name: str) -> tuple[Tensor, Tensor]:
-    """Logits [requests, V] and the last real rows' hidden states [requests, H] of prompts ``x`` [rows, D] on a fresh ``cache``.
-    Nothing here reads the host, so that a graph can hold it.
+def logits_and_hidden(trunk: Trunk, x: Tensor, cu_seqlens: Tensor, cache: Any, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [requests, V] and hidden states [requests, H] of the last real rows of prompts ``x`` [rows, D] on a fresh ``cache``,
+    and the hidden states [rows, H] of all rows. Nothing here reads the host, so that a graph can hold it.
 
     Raises:
         UsageError: the trunk gave other shapes.
@@ -40,17 +40,25 @@ def logits_and_last(trunk: Trunk, x: Tensor, cu_seqlens: Tensor, cache: Any, nam
     if not isinstance(hidden, Tensor) or hidden.dim() != 2 or hidden.shape[0] != x.shape[0]:
         raise UsageError(f"{name}: trunk.forward() gave {_shown(hidden)} for {x.shape[0]} rows; it must give [rows, H]")
     last = hidden.index_select(0, (cu_seqlens[1:] - 1).clamp(min=0))
-    logits = trunk.head(last)
-    if not isinstance(logits, Tensor) or logits.dim() != 2 or logits.shape[0] != last.shape[0]:
-        raise UsageError(
-            f"{name}: trunk.head() gave {_shown(logits)} for {last.shape[0]} rows; it must give [requests, V]"
-        )
-    return logits, last
+    return logits_of(trunk, last, name), last, hidden
+
+
+def logits_of(trunk: Trunk, hidden: Tensor, name: str) -> Tensor:
+    """Logits [n, V] of hidden states [n, H].
+
+    Raises:
+        UsageError: the trunk's head gave another shape.
+    """
+    logits = trunk.head(hidden)
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or logits.shape[0] != hidden.shape[0]:
+        raise UsageError(f"{name}: trunk.head() gave {_shown(logits)} for {hidden.shape[0]} rows; it must give [requests, V]")
+    return logits
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What a run must equal: logits [requests, V], hidden [requests, H], and the cache that the forward filled.
+    """What a run must equal: logits [requests, V], hidden [requests, H], or both of all real rows, and the cache that the forward
+    filled.
 
     ``offsets``: where each request's rows begin in the cache, and where the last one's end.
     """
@@ -61,9 +69,12 @@ class Reference:
     offsets: list[int]
 
 
-def reference(trunk: Trunk, batch: Batch, rows: int, requests: int, name: str, tail: Tensor | None = None) -> Reference:
+def reference(
+    trunk: Trunk, batch: Batch, rows: int, requests: int, name: str, tail: Tensor | None = None, every: bool = False
+) -> Reference:
     """The trunk run eagerly at ``rows`` rows on a fresh cache: no graph, no reset, no copy.
 
+    ``every``: logits and hidden states are those of all real rows, one prompt after the other, and not of each prompt's last.
     ``tail``: what stands in the padded rows [rows - total, D] instead of zeros; it must change nothing.
     """
     with torch.inference_mode():
@@ -75,8 +86,11 @@ def reference(trunk: Trunk, batch: Batch, rows: int, requests: int, name: str, t
             inputs.x[batch.total :].copy_(tail)
         with torch.inference_mode(False):
             cache = trunk.new_cache(rows, requests)
-        logits, hidden = logits_and_last(trunk, inputs.x, inputs.offsets.cu_seqlens, cache, name)
-        return Reference(logits, hidden, cache, batch.offsets(requests))
+        logits, last, hidden = logits_and_hidden(trunk, inputs.x, inputs.offsets.cu_seqlens, cache, name)
+        if every:
+            last = hidden[: batch.total].clone()
+            logits = logits_of(trunk, last, name)
+        return Reference(logits, last, cache, batch.offsets(requests))
 
 
 def _check_embedded(rows: Any, n: int, name: str, like: Tensor | None) -> None:

@@ -25,7 +25,7 @@ from segue.errors import CaptureError, SegueError, UsageError
 from segue.prime.copyout import CopyOut
 from segue.prime.cuts import Pattern, marks, patterns, pinned, quickest
 from segue.prime.fixed_inputs import Offsets
-from segue.prime.reference import logits_and_last
+from segue.prime.reference import logits_and_hidden
 from segue.prime.trunk import Trunk
 
 log = logging.getLogger("segue")
@@ -89,7 +89,7 @@ class ScratchForward:
         """Run the trunk eagerly on the scratch cache as it is, which must be fresh."""
         cu_seqlens = self.offsets.cu_seqlens
         if self._with_head:
-            return logits_and_last(self.trunk, self.x, cu_seqlens, self.scratch, self.name)
+            return logits_and_hidden(self.trunk, self.x, cu_seqlens, self.scratch, self.name)
         if self.numbers is not None:
             return (self.trunk.forward(self.x, cu_seqlens, self.scratch, self.numbers),)  # type: ignore[call-arg]
         return (self.trunk.forward(self.x, cu_seqlens, self.scratch),)
@@ -100,7 +100,13 @@ class ScratchForward:
         return self.forward()
 
     def capture(
-        self, cuts: Sequence[int] | None, pool: Pool, stream: Any, at_end: AtEnd | None = None, marked: int | None = None
+        self,
+        cuts: Sequence[int] | None,
+        pool: Pool,
+        stream: Any,
+        at_end: AtEnd | None = None,
+        marked: int | None = None,
+        warmups: int = 1,
     ) -> None:
         """Warm up and record.
 
@@ -110,13 +116,14 @@ class ScratchForward:
             at_end: gets the results while they are recorded. What it returns is called when the forward has run whole,
                 and while nobody else can replay in the pool.
             marked: how many marks the forward has, where it has been warmed up already.
+            warmups: how often it is warmed up otherwise.
 
         Raises:
             CaptureError: the forward can't be in a graph. UsageError: it met a break point or wrote ``cu_seqlens``, or a cut is
             no mark.
         """
         if marked is None:
-            marked = self._warm_up(pool, stream)
+            marked = [self._warm_up(pool, stream) for _ in range(warmups)][-1]
             self.offsets.check(self.name)
         root = self._places or places_of(self.trunk)  # one walk for all recordings
         own = Prime(self.scratch, self.x, self.offsets.cu_seqlens, self.numbers)

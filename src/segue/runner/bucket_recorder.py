@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segue import _torch
+from segue import _torch, devices
 from segue.capture import BreakableCapture, active_forward, current_forward_ctx, reference_frame
 from segue.capture.isolation import one_capture
 from segue.capture.leftovers import Leftovers
@@ -54,12 +54,14 @@ class BucketRecorder:
         stream: Any,
         ladder: Ladder,
         most: tuple[int, int],
+        after_segment: Callable[[], object] | None = None,
     ) -> None:
         self.fn, self.binder, self.outputs, self.counters = fn, binder, outputs, counters
         self._ladder = list(ladder)
         self._most = most  # padded tokens and requests of any call
         self.device, self.pool = device, pool
-        self.stream = stream if stream is not None else device.default_stream()
+        self.stream = devices.stream_of(device, stream)
+        self._after_segment = after_segment
         self._places: Places | None = None
         self.buffers: list[Buffer | None] = [None] * len(binder.leaves)
         # Of one bucket of each variant: its rows, and what its breaks hand on.
@@ -274,6 +276,8 @@ class BucketRecorder:
             name=f"bucket {stage.tokens}{also}",
             remedy=f"call recapture() on {self.owner}",
             inputs=self._named(stage.static),
+            stubs=state.stubs,
+            after_segment=self._after_segment,
         )
 
     @property

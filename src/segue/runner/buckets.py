@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from segue.runner.captured_bucket import CapturedBucket
 from segue.runner.memory_budget import Cost, MemoryBudget, mib
 from segue.runner.module_guard import ModuleGuard
 from segue.runner.outputs import Layout, Lease, Signature
-from segue.runner.reasons import FAILED, INSIDE, OUT_OF_MEMORY, OVER_BUDGET, VARIANTS
+from segue.runner.reasons import FAILED, INSIDE, OUT_OF_MEMORY, OVER_BUDGET, UNLIKE_REFERENCE, VARIANTS
 from segue.runner.replay_verifier import ReplayVerifier
 from segue.runner.strategy import Declined, Strategy
 
@@ -42,6 +43,7 @@ class Buckets:
         lease: outputs are lent.
         retry: a failed capture counts against its bucket, which runs eager from then on; otherwise it is raised each time.
         most_variants: how many variants get graphs.
+        warmups: how often the reference runs before a bucket is captured.
         verifier: compares some replays with the reference. None: no replay is compared.
     """
 
@@ -56,25 +58,29 @@ class Buckets:
         lease: bool,
         retry: bool,
         most_variants: int,
+        warmups: int,
         verifier: ReplayVerifier | None,
     ) -> None:
         self.recorder, self.strategies, self.left_out, self.budget = recorder, strategies, left_out, budget
         self._guard, self._verifier = guard, verifier
-        self._lease, self._retry, self._most_variants = lease, retry, most_variants
+        self._lease, self._retry, self._most_variants, self.warmups = lease, retry, most_variants, warmups
         self.graphs: dict[Slot, CapturedBucket] = {}
         self.routes: dict[Route, CapturedBucket] = {}  # where calls like earlier ones go at once
         self.failed: dict[Slot, str] = {}
         self.warmed: dict[Slot, Signature] = {}
+        self._runs: Counter[Slot] = Counter()  # warm-ups of each slot
         self.variants: set[Key] = set()
         self._said_inside = False
         self.warned_no_break = False  # the log says that a forward met no break point
+        self._serves = False  # the log says that graphs serve
 
     def serve(self, call: Call, d: Decision) -> Any:
         """The answer to a call that is admitted to a bucket. This is the protocol of a bucket, for each variant and strategy:
 
-        1. **Warm-up.** The first call runs the reference: the function at the bucket's padded shape, without graphs, on the
-           capture stream. It shows what inputs and outputs look like, and lets libraries set themselves up.
-        2. **Capture.** The second call is recorded as segments and breaks, while it runs: each segment is launched as soon as
+        1. **Warm-up.** The first call, or the first ``warmups``, run the reference: the function at the bucket's padded shape,
+           without graphs, on the capture stream. It shows what inputs and outputs look like, and lets libraries set themselves
+           up.
+        2. **Capture.** The next call is recorded as segments and breaks, while it runs: each segment is launched as soon as
            it is recorded, so what the capture returns is the answer.
         3. **Replay.** Later calls stage their inputs, launch the segments with the breaks between them, and get a copy of the
            real rows (:class:`CapturedBucket`). The runner sends them there by ``routes``, without coming through here.
@@ -93,9 +99,10 @@ class Buckets:
         with recorder.lock:
             captured = self.graphs.get(slot)
             if captured is not None:
+                self.say_that_graphs_serve()
                 return captured.run(call) if self._verifier is None else self._verifier.run(call, captured, recorder, strategy)
             self._guard.check(recorder.device.torch_device)
-            first = slot not in self.warmed
+            first = self._runs[slot] < self.warmups
             inside = not first and not may_capture()
             if not first and not inside:
                 self._refuse_over_budget(d.bucket)
@@ -137,6 +144,7 @@ class Buckets:
         slot = (call.key, bucket, requests)
         self.recorder.counters.warmed += slot not in self.warmed
         self.warmed[slot] = layout.signature()
+        self._runs[slot] += 1
         return layout
 
     def capture(self, call: Call, bucket: int, requests: int | None, ctx: Any, strategy: Strategy) -> Any:
@@ -144,6 +152,7 @@ class Buckets:
 
         Raises:
             Declined: it failed before anything had run, and failures count against the bucket.
+            GraphMemoryError: there was no memory for it, whatever is done about failures: it won't get better by itself.
         """
         slot = (call.key, bucket, requests)
         stage = self.recorder.stage(call, bucket, requests)
@@ -155,8 +164,11 @@ class Buckets:
         except Exception as e:
             if not self._retry or _torch.device_is_lost(e):
                 raise
-            reason = self.failed[slot] = OUT_OF_MEMORY if isinstance(e, torch.OutOfMemoryError) else FAILED
+            no_memory = isinstance(e, torch.OutOfMemoryError)
+            reason = self.failed[slot] = OUT_OF_MEMORY if no_memory else FAILED
             log.warning("segue: %s runs eager from now on: %s: %s", job.name, type(e).__name__, e)
+            if no_memory:
+                raise
             if job.launched or isinstance(e, LeftBehindError):
                 e.add_note(f"{job.name}: part of this call has run, so it isn't retried eagerly; later calls run eager")
                 raise
@@ -171,12 +183,32 @@ class Buckets:
             )
         return answer
 
+    def give_up(self, slot: Slot, error: Exception) -> None:
+        """Drop the graphs of a slot whose trial replay failed. It is raised each time, or counts against the bucket.
+
+        Raises:
+            ``error``: failures are raised.
+        """
+        self.drop([slot])
+        if not self._retry or _torch.device_is_lost(error):
+            raise error
+        self.failed[slot] = UNLIKE_REFERENCE
+        log.warning("segue: bucket %s runs eager from now on: %s: %s", slot[1], type(error).__name__, error)
+
+    def say_that_graphs_serve(self) -> None:
+        """Say so in the log, once."""
+        if not self._serves:
+            self._serves = True
+            label, count = self.recorder.binder.label, len(self.captured)
+            log.info("segue: graphs serve the runner of %s from now on, in %d buckets so far", label, count)
+
     def find(self, call: Call, d: Decision) -> CapturedBucket | None:
         """The graphs that replay this call; None if it has none, or if replays are compared with the reference."""
         return self.graphs.get((call.key, d.bucket, d.requests)) if self._verifier is None else None
 
     def remember(self, route: Route, captured: CapturedBucket) -> None:
         """Send later calls of this route straight to their graphs, until graphs are dropped or buckets are left out."""
+        self.say_that_graphs_serve()
         if len(self.routes) >= _MOST_ROUTES:
             self.routes.clear()
         self.routes[route] = captured

@@ -20,7 +20,7 @@ Key = tuple[Any, ...]  # which optional inputs are there, and the plain flags: a
 PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 _UNLIKE = "another size"  # in the key of a call that is unlike the first, so that no graph is found for it
 _MISSING: Any = inspect.Parameter.empty
-_RESERVED = ("decision",)
+_RESERVED = ("decision", "verify")
 _MOST_ACCEPTED = 1024
 # With ``requires_grad``, all that decides whether a tensor fits.
 _metadata = attrgetter("shape", "dtype", "layout", "device", "__class__")

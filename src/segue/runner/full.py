@@ -17,9 +17,8 @@ from segue.runner import options
 from segue.runner.calls import Call
 from segue.runner.ladder import Ladder
 from segue.runner.reasons import Reason
-from segue.runner.strategy import CapturedForward, CapturedProgram, Declined, Job, captured
+from segue.runner.strategy import CapturedForward, CapturedProgram, Declined, Job, Takes, captured
 
-Takes = Callable[[tuple[Any, ...], dict[str, Any], Any], bool]
 _LEVELS, _MOST = 4, 2_000  # of a context that are looked at
 
 

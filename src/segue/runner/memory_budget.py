@@ -8,18 +8,22 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes, cumulative: in the graph pool, and taken by the driver for the graphs themselves."""
+    """Bytes, cumulative: in the graph pool, and taken by the driver for the graphs themselves. ``inputs``: of the input buffers,
+    where they are counted.
+    """
 
     pool: int
     driver: int
+    inputs: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes of both together."""
-        return self.pool + self.driver
+        """Bytes of all together."""
+        return self.pool + self.driver + self.inputs
 
     def __str__(self) -> str:
-        return f"{mib(self.total)} ({mib(self.pool)} pool, {mib(self.driver)} driver)"
+        inputs = f", {mib(self.inputs)} inputs" if self.inputs else ""
+        return f"{mib(self.total)} ({mib(self.pool)} pool, {mib(self.driver)} driver{inputs})"
 
 
 @dataclass

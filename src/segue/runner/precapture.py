@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from segue import _torch
 from segue.capture.isolation import collect_garbage
 from segue.capture.object_graph import plain_values
+from segue.capture.thread_state import capture_stubs
 from segue.errors import UsageError
 from segue.runner.bucket_recorder import example_rows, synthetic
 from segue.runner.buckets import Buckets
@@ -20,6 +23,7 @@ from segue.runner.captured_bucket import CapturedBucket
 from segue.runner.ladder import Ladder
 from segue.runner.memory_budget import Cost, mib
 from segue.runner.progress import CaptureSummary, Progress
+from segue.runner.replay_verifier import ReplayVerifier
 from segue.runner.strategy import Declined, Strategy, ladder_of
 from segue.runner.write_log import WriteLog, generators_kept
 
@@ -38,6 +42,7 @@ class Precapture:
         context: of the example. ``make_context``: from a bucket to a context, which then is used instead.
         state: tensors to put back, whatever their size.
         progress: whether to show it.
+        verify: whether each bucket is replayed once and compared with the reference.
     """
 
     def __init__(
@@ -52,10 +57,11 @@ class Precapture:
         make_context: Callable[[int], Any] | None,
         state: Sequence[Tensor],
         progress: bool,
+        verify: bool = False,
     ) -> None:
         self.buckets, self.recorder, self.call = buckets, buckets.recorder, call
-        self._strategy, self._context, self._make_context, self._state = strategy, context, make_context, state
-        self._shown = progress
+        self._strategy, self.context, self._make_context, self._state = strategy, context, make_context, state
+        self._shown, self._verifier = progress, ReplayVerifier(1, state) if verify else None
         own = ladder_of(strategy)
         self._fixed = request_ladder is not None or own is not None  # rows and requests of the example belong together
         self.left_out: dict[int, Cost | str] = {}
@@ -70,6 +76,17 @@ class Precapture:
             rungs = held
         self.rungs = [r for r in rungs if self._graphs(r) is None and r[0] not in buckets.left_out]
         self.done: list[Rung] = []
+
+    def estimate(self) -> Cost:
+        """What the whole ladder will take, from its largest and its smallest bucket, which are captured: the largest one's pool,
+        in which the others have room, and the driver's share of each graph.
+        """
+        if not self.rungs:
+            return Cost(0, 0)
+        count, self.rungs = len(self.rungs), list(dict.fromkeys((self.rungs[0], self.rungs[-1])))
+        cost = self.run().cost
+        inputs = sum(b.nbytes for b in self.recorder.buffers if b is not None)
+        return Cost(cost.pool, round(cost.driver * count / len(self.rungs)), inputs)
 
     def run(self) -> CaptureSummary:
         """Capture every bucket that has no graph yet, largest first, and say what was done.
@@ -93,7 +110,7 @@ class Precapture:
                 "segue: capturing changed Python attributes, which are not put back: %s",
                 ", ".join(f"{k} ({a!r} to {b!r})" for k, (a, b) in changed.items()),
             )
-        decisions = self.recorder.places(self._context).decisions
+        decisions = self.recorder.places(self.context).decisions
         programs = [p.program for r in self.done if (p := self._graphs(r)) is not None]
         summary = CaptureSummary(
             buckets=tuple(dict.fromkeys(r[0] for r in self.done)),
@@ -117,27 +134,47 @@ class Precapture:
 
     def _capture_one(self, tokens: int, requests: int | None) -> None:
         """Warm up and capture one bucket, then put back what either wrote."""
-        all_real = self._make_context is not None or self._context is None
+        all_real = self._make_context is not None or self.context is None
         call = self.call
         if not self._fixed:
             call = example_rows(call, self.recorder.binder, tokens if all_real else min(call.tokens, tokens))
         writes = WriteLog(self.recorder.owns, self._state)
         try:
-            with writes:
-                self.buckets.warm(call, tokens, requests, self._context_of(tokens), self._strategy)
+            for _ in range(self.buckets.warmups):
+                with writes, capture_stubs():
+                    self.buckets.warm(call, tokens, requests, self._context_of(tokens), self._strategy)
             self.call.specs = ()
-            with writes:
+            with writes, capture_stubs():
                 self.buckets.capture(call, tokens, requests, self._context_of(tokens), self._strategy)
+            with writes:
+                if self._verifier is not None and not self._replays_rightly(call, tokens, requests, self._verifier):
+                    return
         except Declined:
             return
-        except Exception:
+        except Exception as e:
             # The error is logged, and if the bucket was given up, nobody waits for the answer to an example.
-            if (call.key, tokens, requests) not in self.buckets.failed:
+            if (call.key, tokens, requests) not in self.buckets.failed or isinstance(e, torch.OutOfMemoryError):
                 raise
             return
         finally:
             writes.put_back()
         self.done.append((tokens, requests))
+
+    def _replays_rightly(self, call: Call, tokens: int, requests: int | None, verifier: ReplayVerifier) -> bool:
+        """Replay a bucket and compare it with the reference. If they differ, the bucket loses its graphs."""
+        captured = self._graphs((tokens, requests))
+        assert captured is not None
+        who, ctx = "capture(verify=True)", self._context_of(tokens)
+        other = verifier.copied(who, ctx) if self._make_context is None else self._context_of(tokens)
+        trial = Call(call.values, ctx, call.tensors, call.key, call.tokens, call.requests, call.foreign)
+        try:
+            verifier.compare(trial, other, captured, self.recorder, self._strategy, who)
+        except Declined:  # of another context than that of the capture, which says nothing about its graph
+            return True
+        except Exception as e:
+            self.buckets.give_up((call.key, tokens, requests), e)
+            return False
+        return True
 
     def _capture_within_budget(self, progress: Progress) -> None:
         """Predict from two small buckets, then capture what fits, largest first.
@@ -229,11 +266,27 @@ class Precapture:
         return self.buckets.graphs.get((self.call.key, *rung))
 
     def _context_of(self, tokens: int) -> Any:
-        return self._context if self._make_context is None else self._make_context(tokens)
+        return self.context if self._make_context is None else self._make_context(tokens)
 
     def _attributes(self) -> dict[str, Any]:
         found = plain_values(self.recorder.fn)
-        return found if self._context is None else {**found, **plain_values(self._context, "ctx")}
+        return found if self.context is None else {**found, **plain_values(self.context, "ctx")}
+
+
+class KeptExample:
+    """The example of an explicit capture, with its tensors on the host, from which a runner captures anew later.
+
+    ``args``, ``kwargs``: as they were given. ``ctx``: its context, held as it is.
+    """
+
+    def __init__(self, binder: Binder, call: Call, positional: int, ctx: Any) -> None:
+        named = dict(zip(binder.names, call.values, strict=False))
+        for further in call.values[len(binder.names) :]:  # flags beyond the named parameters
+            named.update(further)
+        tensors = [None if t is None else t.detach().to("cpu", copy=True) for t in call.tensors]
+        self.kwargs, self.ctx = binder.placed(named, tensors), ctx
+        first = list(takewhile(self.kwargs.__contains__, binder.names[:positional]))  # a positional ctx is kept apart
+        self.args = tuple(self.kwargs.pop(name) for name in first)
 
 
 def example_call(binder: Binder, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any) -> Call:

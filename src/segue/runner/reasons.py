@@ -39,5 +39,10 @@ INSIDE = Reason(
 )
 FAILED = Reason("a failed capture", 'See the warning in the log, or raise it with on_failure="raise"')
 OUT_OF_MEMORY = Reason("a failed capture: out of memory", "Give fewer or smaller buckets, or free memory and recapture()")
+NOT_TAKEN = Reason("takes= says that graphs don't serve it", "Let takes= give True for such calls, if graphs can serve them")
+ASLEEP = Reason("asleep", "Call wake(), which captures anew")
+UNLIKE_REFERENCE = Reason(
+    "a trial replay that differs from the reference", "See the warning in the log; runner.check() names the op and line"
+)
 VARIANTS = Reason("too many variants", "Raise max_variants=, or call with fewer combinations of flags and optional inputs")
 OVER_BUDGET = Reason("memory_budget", "Raise memory_budget=, or give fewer or smaller buckets")

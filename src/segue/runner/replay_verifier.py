@@ -36,13 +36,30 @@ class ReplayVerifier:
         self._count += 1
         if self._count % self.every:
             return captured.run(call)
+        return self.compare(call, self.copied("verify_every", call.ctx), captured, recorder, strategy, "verify_every")
+
+    def copied(self, who: str, ctx: Any) -> Any:
+        """A copy of a context, for the reference. ``who``: the option that asks for it.
+
+        Raises:
+            UsageError: it can't be copied.
+        """
         try:
-            ctx = copy.deepcopy(call.ctx)
+            return copy.deepcopy(ctx)
         except Exception as e:
             raise UsageError(
-                f"verify_every: the context can't be copied for the shadow run ({type(e).__name__}: {e}). "
-                "Give it a __deepcopy__, or leave verify_every out"
+                f"{who}: the context can't be copied for the shadow run ({type(e).__name__}: {e}). "
+                f"Give it a __deepcopy__, or leave {who} out"
             ) from e
+
+    def compare(
+        self, call: Call, ctx: Any, captured: CapturedBucket, recorder: BucketRecorder, strategy: Strategy, who: str
+    ) -> Any:
+        """Run the reference of a call on ``ctx``, put back what it wrote, replay the call, and return the replay's answer.
+
+        Raises:
+            ReplayError: they differ. ``who``: what errors call this comparison.
+        """
         writes = WriteLog(recorder.owns, self._state)
         try:
             with writes:
@@ -56,7 +73,7 @@ class ReplayVerifier:
             difference = captured.layout.difference(kept, call.tokens, call.requests)
         if difference:
             raise ReplayError(
-                f"verify_every: bucket {captured.stage.tokens} with {call.tokens} tokens: the replay isn't what the "
+                f"{who}: bucket {captured.stage.tokens} with {call.tokens} tokens: the replay isn't what the "
                 f"reference gives: {difference}. Something was frozen at capture, or reads padded rows"
             )
         return answer

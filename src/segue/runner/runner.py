@@ -22,19 +22,19 @@ from segue.runner import options
 from segue.runner.admission import EAGER, Admission, Decision
 from segue.runner.bucket_recorder import BucketRecorder, run_eager
 from segue.runner.buckets import Buckets, Route
-from segue.runner.calls import Binder, Call
+from segue.runner.calls import Binder, Call, Key
 from segue.runner.check_report import Report, checker
 from segue.runner.inputs import Declared
 from segue.runner.ladder import Ladder
 from segue.runner.memory_budget import Cost, MemoryBudget
 from segue.runner.module_guard import ModuleGuard
 from segue.runner.outputs import Lease, Outputs
-from segue.runner.precapture import Precapture, example_call
+from segue.runner.precapture import KeptExample, Precapture, example_call
 from segue.runner.progress import CaptureSummary
-from segue.runner.reasons import DISABLED, OTHER_SIZE, TRACED
+from segue.runner.reasons import ASLEEP, DISABLED, NOT_TAKEN, OTHER_SIZE, TRACED
 from segue.runner.replay_verifier import ReplayVerifier
 from segue.runner.stats import Counters, Stats
-from segue.runner.strategy import Breakable, Declined, Strategy, ladder_of
+from segue.runner.strategy import Breakable, Declined, Strategy, Takes, ladder_of
 
 log = logging.getLogger("segue")
 
@@ -61,16 +61,22 @@ class GraphRunner:
         max_variants: the most combinations of optional inputs and flags that get graphs.
         memory_budget: bytes of pool and driver memory. The runner then has a pool of its own unless ``pool`` is given.
         state: tensors to put back after ``capture()``, whatever their size.
-        on_failure: ``"eager"``: a capture that fails before anything ran is retried eagerly, counted, and logged once.
+        on_failure: ``"eager"``: a capture that fails before anything ran is retried eagerly, counted, and logged once. One
+            that runs out of memory is raised all the same, and only later calls of its bucket run eager.
         strict: raise instead of any eager fall-back.
         device: by default that of the module's parameters, or of the first call's tensors.
         request_buckets: a ladder for request-shaped inputs.
         output_request_dim: like ``output_token_dim``, for requests.
-        pool: as for :class:`BreakableCapture`. Several runners may share one, and do by default.
+        pool: as for :class:`BreakableCapture`. Several runners may share one, and do by default. Give one of its own
+            (:func:`~segue.new_pool`) where eager code keeps addresses of memory that other graphs have freed.
         stream: likewise.
         verify_every: every so many replays, also run the reference on a copy of the context and compare. 0: never.
         strategies: how buckets are captured, the preferred first; the last must serve every call.
         progress: show progress and a closing line on stderr during ``capture()``.
+        warmups: runs of the reference before a bucket is captured. Kernels that tune themselves may need several.
+        takes: from a call's arguments, keyword arguments and context to whether graphs may serve it. Other calls run eager,
+            counted: a drafter's step that narrows its rows, say. A call with a ``decision`` isn't asked about.
+        after_segment: is called after each segment's end during a capture, as for :class:`BreakableCapture`.
         counters: those of another runner, to count in them too.
 
     ``SEGUE=off`` in the environment when the runner is made runs everything eager.
@@ -101,16 +107,22 @@ class GraphRunner:
         *,
         request_buckets: Ladder | Iterable[int] | None = None,
         output_request_dim: Any = None,
-        pool: Pool | None = None,
+        pool: Pool | tuple[int, int] | None = None,
         stream: Any = None,
         verify_every: int = 0,
         strategies: Sequence[Strategy] | None = None,
         progress: bool = True,
+        warmups: int = 1,
+        after_segment: Callable[[], object] | None = None,
+        takes: Takes | None = None,
         counters: Counters | None = None,
     ) -> None:
         self._lease = options.one_of("outputs", outputs, "copy", "lease")
         self._retry = options.one_of("on_failure", on_failure, "raise", "eager")
         self._max_variants = options.whole_number("max_variants", max_variants, 1)
+        self._after_segment = options.function("after_segment", after_segment, "no arguments")
+        self._takes: Takes | None = options.function("takes", takes, "a call's args, kwargs and ctx")
+        self._warmups = options.whole_number("warmups", warmups, 1)
         verify_every = options.whole_number("verify_every", verify_every, 0)
         self.fn, self.ladder = fn, options.ladder("buckets", buckets)
         self.request_ladder = None if request_buckets is None else options.ladder("request_buckets", request_buckets)
@@ -139,8 +151,11 @@ class GraphRunner:
         self._device_asked, self._pool, self._stream = device, pool, stream
         self._verifier = ReplayVerifier(verify_every, self.state) if verify_every else None
         self._closed, self._opening = False, threading.Lock()
+        self._asleep = False
+        self._examples: dict[Key, KeptExample] = {}  # of capture(), by variant and strategy
         self._buckets: Buckets | None = None
-        if self._settles_at_once and (device is not None or pool is not None or self.guard.device is not None):
+        known = device is not None or devices.device_of(pool) is not None or self.guard.device is not None
+        if self._settles_at_once and known:
             self._settle(())
 
     def __call__(self, *args: Any, ctx: Any = None, decision: Decision | None = None, **kwargs: Any) -> Any:
@@ -158,11 +173,13 @@ class GraphRunner:
         if (thread.reference or thread.capture is not None) and not thread.inside_break:
             raise _nested(self._binder.label)
         self.guard.look()
-        named = kwargs and self._preferred and dict(kwargs)  # binding empties them
+        named = kwargs and (self._preferred or self._takes) and dict(kwargs)  # binding empties them
         call = self._read(args, kwargs, ctx)
         call.given = args, named or kwargs
         asked: tuple[int | None, int | None] | None = None
         if decision is None:
+            if self._takes is not None and not self._takes(*call.given, thread.ctx if call.ctx is None else call.ctx):
+                return self._fall_back(call, NOT_TAKEN)
             strategy = self._strategy_for(call) if self._preferred else self._last
         elif isinstance(decision, Decision):
             strategy, asked = decision.strategy, (decision.bucket, decision.requests)
@@ -195,7 +212,7 @@ class GraphRunner:
             tokens = options.whole_number("tokens", tokens, 0)
         if requests != -1:
             requests = options.whole_number("requests", requests, 0)
-        return self.admission.decide(tokens, requests, strategy)
+        return Decision(None, EAGER, ASLEEP) if self._asleep else self.admission.decide(tokens, requests, strategy)
 
     def explain(self, tokens: int, requests: int = -1) -> str:
         """Say in a sentence what :meth:`admit` decides, with its numbers, and whether the bucket has a graph.
@@ -206,6 +223,8 @@ class GraphRunner:
         bucket = self.admit(tokens, requests).bucket
         if self.disabled:
             return f"{tokens} tokens: eager, SEGUE=off in the environment when the runner was made"
+        if self._asleep:
+            return f"{tokens} tokens: eager, {ASLEEP}: {ASLEEP.remedy}"
         text = self.admission.explain(tokens, requests)
         if bucket is None or self._buckets is None:
             return text
@@ -239,7 +258,7 @@ class GraphRunner:
             layout = recorder.reference(call, recorder.stage(call, d.bucket, d.requests), call.ctx, strategy)
             return layout.give(call.tokens, call.requests)
 
-    def capture(self, *args: Any, ctx: Any = None, **kwargs: Any) -> CaptureSummary:
+    def capture(self, *args: Any, ctx: Any = None, verify: bool = False, **kwargs: Any) -> CaptureSummary:
         """Capture the whole ladder, largest first, from one example call of any length, and put back what that writes.
 
         Rows beyond the example repeat it. All rows count as real, except with a plain ``ctx`` and no ``capture_ctx``:
@@ -248,13 +267,19 @@ class GraphRunner:
         the log. With request-shaped inputs the example is taken as it is, and only buckets that hold it whole are
         captured; the others are left out, and captured when calls come.
 
+        ``verify``: replay each bucket once and compare it with the reference, which runs on another context: a second one of
+        ``capture_ctx``'s, or a deep copy. A bucket that differs loses its graphs, as ``on_failure`` says.
+
         Raises:
             CaptureError: a bucket can't be captured. Those before it keep working. UsageError: a module is in training mode, the
-            runner was closed, or not even one bucket fits the memory budget.
+            runner was closed, or not even one bucket fits the memory budget. ReplayError: a bucket's trial replay isn't the
+            reference.
         """
         buckets = self.prepare(*args, **kwargs)
+        if self._asleep:
+            raise UsageError("the runner is asleep, so nothing is captured: call wake()")
         with buckets.recorder.lock:
-            self.summary = self._precapture(buckets, args, kwargs, ctx)
+            self.summary = self._precapture(buckets, args, kwargs, ctx, verify)
         return self.summary
 
     def recapture(self, *args: Any, ctx: Any = None, **kwargs: Any) -> CaptureSummary | None:
@@ -266,8 +291,58 @@ class GraphRunner:
         buckets = self.prepare(*args, **kwargs)
         with buckets.recorder.lock:
             buckets.drop(buckets.graphs)
+            self._asleep = False
             self._settle((*args, *kwargs.values()))
         return self.capture(*args, ctx=ctx, **kwargs) if args or kwargs else None
+
+    def sleep(self) -> None:
+        """Free the graphs, the input buffers, and the pool unless others use it. Until :meth:`wake`, calls run eager, counted.
+
+        Raises:
+            UsageError: the runner was closed.
+        """
+        self._refuse_closed()
+        self._asleep = True
+        self.guard.forget()
+        if (buckets := self._buckets) is not None:
+            with buckets.recorder.lock:
+                buckets.drop(buckets.graphs)
+                self._begin(buckets.recorder.device, buckets.recorder.pool)
+
+    def wake(self, *args: Any, ctx: Any = None, **kwargs: Any) -> CaptureSummary | None:
+        """End :meth:`sleep` and capture anew: from this example or, where none is given, from those of :meth:`capture`.
+
+        The runner keeps these, one for each variant and strategy: tensors on the host, and the context where there is no
+        ``capture_ctx``. Without any, buckets are captured as calls come, and None is returned. On a runner that isn't asleep it
+        does nothing.
+
+        Raises:
+            as :meth:`capture`. The runner is awake then.
+        """
+        if not self._asleep:
+            return None
+        self._asleep = False
+        if args or kwargs:
+            return self.capture(*args, ctx=ctx, **kwargs)
+        summary = None
+        for example in list(self._examples.values()):
+            summary = self.capture(*example.args, ctx=example.ctx if ctx is None else ctx, **example.kwargs)
+        return summary
+
+    def estimate(self, *args: Any, ctx: Any = None, **kwargs: Any) -> Cost:
+        """What the graphs of the whole ladder will take, in bytes, before any of them is captured: to size a KV cache by, say.
+
+        It is measured: from the example, as for :meth:`capture`, the largest and the smallest bucket are captured in a pool of
+        their own, and freed. It counts one variant, and the strategy that serves every call.
+
+        Raises:
+            as :meth:`capture`.
+        """
+        buckets = self.prepare(*args, **kwargs)
+        if self.disabled:
+            return Cost(0, 0)
+        with self.clone(buckets.recorder.device.new_pool()) as trial:
+            return trial._session(trial.prepare(), args, kwargs, ctx, False).estimate()
 
     def close(self) -> None:
         """Drop every graph; further calls raise. Memory goes back when no other graph shares the pool. May be called
@@ -290,7 +365,7 @@ class GraphRunner:
     @property
     def pool(self) -> Pool | None:
         """The graph pool, once the device is known."""
-        return self._pool if self._buckets is None else self._buckets.recorder.pool
+        return None if self._buckets is None else self._buckets.recorder.pool
 
     def __enter__(self) -> GraphRunner:
         return self
@@ -304,6 +379,8 @@ class GraphRunner:
             return self._eager(call, DISABLED)
         if _torch.is_tracing():  # sizes are tensors then, so that no route is known
             return self._fall_back(call, TRACED)
+        if self._asleep:
+            return self._fall_back(call, ASLEEP)
         if call.unlike is not None:
             return self._fall_back(call, OTHER_SIZE)
         decision = self._decide(call, given, route[3])
@@ -358,9 +435,12 @@ class GraphRunner:
             return given
         return self.admission.decide(call.tokens, call.requests, strategy)
 
-    def _open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Buckets:
+    def _refuse_closed(self) -> None:
         if self._closed:
             raise UsageError("this runner was closed; its graphs are gone. Make a new one")
+
+    def _open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Buckets:
+        self._refuse_closed()
         with self._opening:
             return self._buckets or self._settle((*args, *kwargs.values()))
 
@@ -380,18 +460,24 @@ class GraphRunner:
         """
         asked: Any = self._device_asked
         if asked is None:
-            asked = self._pool.device if self._pool is not None else self.guard.device
+            asked = devices.device_of(self._pool) or self.guard.device
         tensors = [t for v in values for _, t, _ in take_apart(v).leaves if isinstance(t, Tensor)]
         device = devices.resolve(asked, sorted(tensors, key=lambda t: t.device.type == "cpu"))
         self.guard.check_place(device.torch_device)
-        pool = self._pool or (device.default_pool() if self._budget is None else device.new_pool())
+        own = self._pool is None and self._budget is not None
+        pool = device.new_pool() if own else devices.pool_of(device, self._pool)
         self._binder = Binder(self.fn, self.inputs)
         self._binder.place(device.torch_device)
         self._read = self._binder.read_any
+        return self._begin(device, pool)
+
+    def _begin(self, device: Device, pool: Pool) -> Buckets:
+        """Begin without graphs."""
         outputs = Outputs(*self._output_dims, self._binder.label)
         recorder = BucketRecorder(
-            self.fn, self._binder, outputs, self._counters, device, pool, self._stream, self.ladder, self.admission.most
-        )
+            self.fn, self._binder, outputs, self._counters, device, pool, self._stream, self.ladder, self.admission.most,
+            self._after_segment,
+        )  # fmt: skip
         self._left_out.clear()
         if self._budget is not None:
             self._budget.seen.clear()
@@ -404,21 +490,33 @@ class GraphRunner:
             lease=self._lease,
             retry=self._retry,
             most_variants=self._max_variants,
+            warmups=self._warmups,
             verifier=self._verifier,
         )
         return self._buckets
 
-    def _precapture(self, buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any) -> CaptureSummary:
+    def _precapture(
+        self, buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any, verify: bool
+    ) -> CaptureSummary:
         if self.disabled:
             log.info("SEGUE=off: nothing is captured, every call runs eager")
             return CaptureSummary((), 0, 0, 0.0, Cost(0, 0))
+        session = self._session(buckets, args, kwargs, ctx, verify)
+        summary = session.run()
+        kept = None if self.capture_ctx else session.context
+        self._examples[session.call.key] = KeptExample(buckets.recorder.binder, session.call, len(args), kept)
+        return summary
+
+    def _session(
+        self, buckets: Buckets, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any, verify: bool
+    ) -> Precapture:
         given = args, dict(kwargs)
         call = example_call(buckets.recorder.binder, args, kwargs, ctx)
         call.given = given
         taken = next((s for s in self.strategies[:-1] if ladder_of(s) is not None and s.takes(call)), self.strategies[-1])
         if taken.name in self._preferred:
             call.key = (*call.key, taken.name)
-        session = Precapture(
+        return Precapture(
             buckets,
             call,
             self.ladder,
@@ -428,8 +526,8 @@ class GraphRunner:
             make_context=self.capture_ctx,
             state=self.state,
             progress=self.progress,
+            verify=verify,
         )
-        return session.run()
 
     def check(self, *args: Any, ctx: Any = None, **kwargs: Any) -> Report:
         """Compare replays with the reference, on private graphs, and name the op and line where they could differ.
@@ -454,7 +552,7 @@ class GraphRunner:
             self.fn, self.inputs, self.ladder, self._output_dims[0], "lease" if self._lease else "copy", self.capture_ctx,
             self.admission.max_padding, self._max_variants, state=self.state, strict=self._strict, device=pool.device,
             request_buckets=self.request_ladder, output_request_dim=self._output_dims[1], pool=pool,
-            strategies=self.strategies[-1:], progress=False,
+            strategies=self.strategies[-1:], progress=False, warmups=self._warmups,
         )  # fmt: skip
         for leaf, known in zip(clone._binder.leaves, self._binder.leaves, strict=True):
             leaf.spec = leaf.spec or known.spec
@@ -480,7 +578,7 @@ class GraphRunner:
             "eager" if self._retry else "raise", self._strict, self._device_asked, request_buckets=self.request_ladder,
             output_request_dim=self._output_dims[1], pool=self._pool, stream=self._stream,
             verify_every=0 if self._verifier is None else self._verifier.every, strategies=self.strategies,
-            progress=self.progress,
+            progress=self.progress, warmups=self._warmups, after_segment=self._after_segment, takes=self._takes,
         )  # fmt: skip
         return copied
 

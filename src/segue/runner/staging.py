@@ -47,6 +47,11 @@ class Buffer:
         self._left, self._at = [self.flat._version], 0
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer and its padding."""
+        return self.flat.nbytes + (0 if self.pads is None else self.pads.nbytes)
+
+    @property
     def version(self) -> int:
         """The version counter of ``flat`` after the last fill. If it has another one now, something else has written."""
         return self._left[self._at]

@@ -16,6 +16,7 @@ from segue.devices import Pool
 from segue.runner.calls import Call
 from segue.runner.ladder import Ladder
 
+Takes = Callable[[tuple[Any, ...], dict[str, Any], Any], bool]  # of a call's arguments, keyword arguments and context
 Forward = Callable[[], Any]  # the user's function on the bucket's static inputs
 Finish = Callable[[], None]
 
@@ -38,7 +39,8 @@ class Job:
     ``valid``: the real tokens of this call, and ``ctx`` its context. ``root``: the names that the captured function reaches.
     ``name``: what errors call the capture. ``remedy``: what they tell the user to do about something that has changed since.
     ``launched``: the strategy sets it if something had run when the capture failed, which an eager retry would run twice.
-    ``inputs``: the static inputs by name, at the bucket's shape.
+    ``inputs``: the static inputs by name, at the bucket's shape. ``stubs``: nobody waits for the answer, so breaks run their
+    capture stubs. ``after_segment``: to be called after each segment's end.
     """
 
     forward: Forward
@@ -54,6 +56,8 @@ class Job:
     remedy: str = "capture again"
     launched: bool = False
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    stubs: bool = False
+    after_segment: Callable[[], object] | None = None
 
 
 class CapturedForward(Protocol):
@@ -127,7 +131,7 @@ class Breakable:
         Raises:
             what the forward or the capture raises. ``job.launched`` then says whether a segment or break had run.
         """
-        return CapturedProgram(captured(job))
+        return CapturedProgram(captured(job, stubs=job.stubs, after_segment=job.after_segment))
 
 
 def captured(job: Job, **options: Any) -> BreakableCapture:

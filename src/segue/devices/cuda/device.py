@@ -33,6 +33,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         raw.settle_attention_order(self.torch_device)
         self._pool: CudaPool | None = None
+        self._given: dict[tuple[int, int], CudaPool] = {}  # by torch's handle
         self._stream: torch.cuda.Stream | None = None
         self._blas_memory: torch.cuda.MemPool | None = None
 
@@ -48,11 +49,24 @@ class CudaDevice:
             pool = CudaPool(self)
         return pool
 
+    def pool_at(self, handle: tuple[int, int]) -> CudaPool:
+        """The pool of torch's handle. It may be one that segue made, of which a user has read the handle."""
+        known = next((p for p in list(open_captures.pools) if p.id == handle and p.device is self), None)
+        if known is None:
+            with torch.cuda.device(self.index):
+                known = CudaPool(self, handle)
+            known = self._given.setdefault(handle, known)
+        return known
+
     def default_stream(self) -> torch.cuda.Stream:
         """The device's capture stream, which is made at the first call."""
         if self._stream is None:
             self._stream = raw.private_stream(self.torch_device)
         return self._stream
+
+    def has_stream(self, stream: Any) -> bool:
+        """Whether ``stream`` is a ``torch.cuda.Stream`` of this device."""
+        return isinstance(stream, torch.cuda.Stream) and stream.device == self.torch_device
 
     @contextmanager
     def on_capture_stream(self, pool: CudaPool, stream: torch.cuda.Stream) -> Iterator[None]:
@@ -71,6 +85,7 @@ class CudaDevice:
                     self._make_blas_workspace()
                     yield
             finally:
+                pool.side_streams.clear()
                 caller.wait_stream(stream)
 
     def _make_blas_workspace(self) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from segue import _torch
 from segue.devices.cuda import raw
 from segue.devices.protocol import Device, PoolUsage, Segment
+from segue.errors import InputError
 
 
 class _OpenCaptures:
@@ -53,18 +54,21 @@ class CudaPool:
     """A private pool of torch's caching allocator.
 
     ``device``: the CUDA device, whose ``torch_device`` has an index. ``id``: what ``capture_begin(pool=...)`` takes.
+    ``handle``: the id of a pool that others may use too. Segue doesn't see the replays of graphs that others record into it.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, handle: tuple[int, int] | None = None) -> None:
         self.device = device
         self.index: int = device.torch_device.index
         self.replays = 0
-        self.id: Any = torch.cuda.graph_pool_handle()
+        self._given = handle is not None
+        self.id: Any = torch.cuda.graph_pool_handle() if handle is None else handle
         self._lock = threading.RLock()
         self._devices: list[int] = []  # for each turn under way, the device that was current before it
         self._put_off = False  # whether to flush when the turn under way ends
         self._stream: int | None = None  # raw stream of the last replay
         self._stream_object: torch.cuda.Stream | None = None
+        self.side_streams: dict[int, torch.cuda.Stream] = {}  # by handle, those that the capture under way has forked
         self._attached: set[object] = set()
         self._retired: list[Any] = []
         self._anchor: torch.cuda.CUDAGraph | None = None
@@ -87,8 +91,14 @@ class CudaPool:
             try:
                 graph.capture_begin(pool=self.id, capture_error_mode="thread_local")
                 raw.end_recording(graph)
-            except BaseException:
+            except BaseException as e:
                 raw.abandon_graph(graph)
+                if self._given and isinstance(e, RuntimeError) and not isinstance(e, torch.OutOfMemoryError):
+                    first = str(e).partition("\n")[0]
+                    raise InputError(
+                        f"pool={self.id}: torch can't record into it ({first}). A pool whose last graph has died takes no "
+                        "further graphs: give a new handle, or segue.new_pool()."
+                    ) from e
                 raise
             self._anchor = graph
 
@@ -186,9 +196,12 @@ class CudaPool:
         for segment in self._retired:
             segment.destroy()
         self._retired.clear()
+        if self._given and not even_if_attached and self.blocks():
+            return  # torch would take no further graphs under this handle, because its pool lives as long as the tensors in it
         self._anchor.reset()
         self._anchor = None
-        self.id = torch.cuda.graph_pool_handle()
+        if not self._given:
+            self.id = torch.cuda.graph_pool_handle()
         self._starts, self._ends, self._mark, self._known = [], [], None, False
         torch.cuda.empty_cache()
 

@@ -14,7 +14,7 @@ from segue.devices import generators
 from segue.devices.cuda import raw
 from segue.devices.cuda.op_checks import OpChecks
 from segue.devices.cuda.pool import CudaPool
-from segue.devices.cuda.side_streams import StreamEdges, observing
+from segue.devices.cuda.side_streams import StreamEdges, fork, join, observing
 from segue.errors import CaptureError, SegueError
 
 
@@ -72,7 +72,11 @@ def _nothing() -> None:
 
 
 class CudaRecording:
-    """A stream capture under way on the current stream, into ``pool``. It begins when this is made."""
+    """A stream capture under way on the current stream, into ``pool``. It begins when this is made.
+
+    Side streams that an earlier segment has forked are part of this one too, as the forward may go on with them. Those that are
+    open at the end are joined, since the work in them belongs before the break.
+    """
 
     reenter: AbstractContextManager[Any]
 
@@ -82,12 +86,14 @@ class CudaRecording:
         self._scope = ExitStack()
         self._scope.enter_context(pool.growing())
         self._graph, self._draws = raw.new_graph(), False
+        self._origin, self._sides = torch.cuda.current_stream(), pool.side_streams
         self._may_draw_from = raw.register_generators(self._graph, self._device, generators.known())
         self._edges, self._ops = StreamEdges(), OpChecks()
         self._scope.enter_context(_fail_on_recompile())
         self._scope.enter_context(observing(self._edges))
         try:
             self._graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
+            fork(self._sides.values())
         except BaseException:
             self.abort()
             raise
@@ -113,6 +119,8 @@ class CudaRecording:
             SegueError: cuda-bindings doesn't say whether the graph is empty.
         """
         self._scope.close()
+        self._sides.update((side.cuda_stream, side) for side in self._edges.forked)
+        join(self._sides.values(), self._origin)
         try:
             empty = raw.end_graph(self._graph)
             if not empty:

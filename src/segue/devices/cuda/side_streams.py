@@ -2,6 +2,7 @@
 
 A graph holds no edge to work outside its capture. Waiting for a stream that isn't being captured is an error or is dropped; an
 event recorded in a segment is not recorded again by a replay; work that a break leaves on a side stream is ordered with nothing.
+A side stream that a segment has forked must be joined before the segment ends, and a forward may do that after the next break.
 So torch's own ``Event.record``, ``Event.wait`` and ``set_stream`` are replaced while somebody needs to observe them: the first
 two while a capture is under way, the third while a break runs that may use side streams. The replacements observe only the
 thread that records a segment or runs such a break. What a segment was seen to do is repeated around each launch.
@@ -12,8 +13,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -24,12 +25,14 @@ from segue.devices.cuda import raw
 class StreamEdges:
     """The edges between one segment and other streams.
 
+    ``forked``: the streams that have waited for work of the segment, and so became part of it.
     ``waits``: to be called before each launch. The events are held by strong references, because torch 2.11 leaves a weak
     reference to an event dangling when the event dies (pytorch#183403), and the next garbage collection crashes.
     """
 
     def __init__(self) -> None:
         self.waits: list[Callable[[], None]] = []
+        self.forked: list[torch.cuda.Stream] = []
         self._captured: dict[int, Any] = {}  # by id, events that were recorded on a stream under capture
         self._foreign: dict[int, tuple[Any, torch.cuda.Stream]] = {}  # by id, events that were recorded on any other stream
 
@@ -42,7 +45,10 @@ class StreamEdges:
 
     def on_wait(self, event: Any, stream: Any) -> bool:
         """Note that ``stream`` (None: the current one) waits for ``event``. Returns whether that is put off until the launch."""
-        if id(event) in self._captured or not _capturing(stream):
+        if id(event) in self._captured:
+            self.forked.append(torch.cuda.current_stream() if stream is None else stream)
+            return False
+        if not _capturing(stream):
             return False
         source = self._foreign.get(id(event))
         self.waits.append(_wait_for_stream(source[1]) if source is not None else _wait_for_event(event))
@@ -174,6 +180,23 @@ def ordered(fn: Callable[[], Any]) -> tuple[Any, bool]:
     for stream in others:
         current.wait_stream(stream)
     return result, bool(others)
+
+
+def fork(streams: Iterable[torch.cuda.Stream]) -> None:
+    """Make ``streams`` part of the stream capture on the current stream, which has just begun."""
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+
+
+def join(streams: Iterable[torch.cuda.Stream], origin: torch.cuda.Stream) -> None:
+    """Join those of ``streams`` that are being captured to ``origin``, on which the capture is about to end.
+
+    It raises nothing: if the capture is broken, its end says so.
+    """
+    with suppress(RuntimeError):
+        for stream in streams:
+            if stream.cuda_stream != origin.cuda_stream and _capturing(stream):
+                origin.wait_stream(stream)
 
 
 def _wait_for_stream(stream: torch.cuda.Stream) -> Callable[[], None]:

@@ -25,6 +25,7 @@ class Emulator:
 
     def __init__(self) -> None:
         self._pool: EmulatedPool | None = None
+        self._given: dict[tuple[int, int], EmulatedPool] = {}  # by torch's handle
         self._lock = threading.Lock()
 
     def default_pool(self) -> EmulatedPool:
@@ -38,9 +39,18 @@ class Emulator:
         """A pool of its own."""
         return EmulatedPool(self)
 
+    def pool_at(self, handle: tuple[int, int]) -> EmulatedPool:
+        """The pool that stands for torch's of this handle."""
+        with self._lock:
+            return self._given.setdefault(handle, EmulatedPool(self))
+
     def default_stream(self) -> Any:
         """None: there are no streams."""
         return None
+
+    def has_stream(self, stream: Any) -> bool:
+        """Whether ``stream`` is a stream of torch's. None of them means anything here."""
+        return isinstance(stream, torch.Stream | torch.cuda.Stream)
 
     @contextmanager
     def on_capture_stream(self, pool: EmulatedPool, stream: Any) -> Iterator[None]:

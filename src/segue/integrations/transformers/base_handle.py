@@ -106,6 +106,17 @@ class Handle(ABC):
         weights that moved or were replaced, modules, hooks and modes."""
 
     @abstractmethod
+    def sleep(self) -> None:
+        """Free the graphs and their memory. Until :meth:`wake`, forwards run untouched, counted."""
+
+    @abstractmethod
+    def wake(self) -> CaptureSummary | None:
+        """End :meth:`sleep`: look at the model anew, as :meth:`recapture` does, and capture the ladder if :meth:`capture` had.
+
+        Returns what was captured; None where graphs come with the calls.
+        """
+
+    @abstractmethod
     def graphs_of(self, tokens: int) -> tuple[int | None, int, int]:
         """The bucket of a forward of ``tokens`` tokens, its segments and its breaks; 0 and 0 before its capture."""
 
@@ -208,6 +219,12 @@ class DisabledHandle(Handle):
         """Do nothing."""
 
     def recapture(self) -> None:
+        """Do nothing."""
+
+    def sleep(self) -> None:
+        """Do nothing."""
+
+    def wake(self) -> None:
         """Do nothing."""
 
     def graphs_of(self, tokens: int) -> tuple[int | None, int, int]:

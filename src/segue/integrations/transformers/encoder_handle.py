@@ -122,6 +122,7 @@ class EncoderHandle(ServingHandle):
             reason = self._unservable() or self._other_mode() or self._changed()
             if reason is not None and reason is not DISABLED and not self._takes_in(reason):
                 raise UsageError(f"nothing is captured, as no graph would run: {reason}. {remedy_of(reason)}.")
+            self._captured_ahead = True
             start, compiling, before = time.perf_counter(), self._compile_seconds, len(self._graphs.captured)
             if environment.disabled():
                 return CaptureSummary((), 0, 0, 0.0, Cost(0, 0))

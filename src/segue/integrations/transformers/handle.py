@@ -174,6 +174,7 @@ class Accelerated(ProvenHandle):
         """
         self._refuse_restored()
         self._refuse_as_it_is()
+        self._captured_ahead = True
         with self._one_at_a_time, torch.inference_mode(), collected_once():
             inputs, ctx = self._example(1)
             start, compiled = time.perf_counter(), self._compile_seconds

@@ -152,6 +152,8 @@ class FirstTokenGraphs:
             if not self._retry or isinstance(e, UsageError | InputError | ReplayError) or _torch.device_is_lost(e):
                 raise
             self._failed.add(bucket)
+            if isinstance(e, torch.OutOfMemoryError):
+                raise
             log.warning("segue: first tokens of bucket %d have no graph of their own: %s: %s", bucket, type(e).__name__, e)
             return None
         if cuts is None:

@@ -7,6 +7,7 @@ import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
@@ -20,8 +21,8 @@ from segue.integrations.transformers.base_handle import Handle
 from segue.integrations.transformers.decoder_forward import ForwardPatch
 from segue.integrations.transformers.training_modes import TrainingModes
 from segue.integrations.transformers.weights import Weights
-from segue.runner import GraphRunner
-from segue.runner.reasons import DISABLED, TRACED, Reason
+from segue.runner import CaptureSummary, GraphRunner
+from segue.runner.reasons import ASLEEP, DISABLED, TRACED, Reason
 
 log = logging.getLogger("segue")
 _serving: weakref.WeakSet[ServingHandle] = weakref.WeakSet()
@@ -52,6 +53,7 @@ class ServingHandle(Handle):
     _runner: GraphRunner
     _patches: list[ForwardPatch]
     _restored: bool
+    _one_at_a_time: AbstractContextManager[Any]
     _device: torch.device  # the model's
     _caller_modes: CallerModes  # those of all captures
     _accept_caller_modes: Callable[[], None]  # take them as they are now
@@ -73,6 +75,31 @@ class ServingHandle(Handle):
             self._remake(self._options)
         except UsageError as e:
             raise UsageError(f"{type(self._model).__name__} can't be served as it is now, and its graphs stay. {e}") from e
+
+    def sleep(self) -> None:
+        """Free the graphs and their memory, and let go of the weights. Until :meth:`wake`, forwards run untouched, counted.
+
+        Raises:
+            UsageError: the handle was restored.
+        """
+        self._refuse_restored()
+        with self._one_at_a_time:
+            self._asleep = True
+            for owner in self._owners():
+                owner.close()
+
+    def wake(self) -> CaptureSummary | None:
+        """End :meth:`sleep`: look at the model anew, as :meth:`recapture` does, and capture the ladder if :meth:`capture` had.
+
+        Returns what was captured; None where graphs come with the calls.
+
+        Raises:
+            as :meth:`recapture` and :meth:`capture`. Where the model can't be served as it is, the handle sleeps on.
+        """
+        if not self._asleep:
+            return None
+        self.recapture()
+        return self.capture() if self._captured_ahead else None
 
     def with_options(self, **options: Any) -> Self:
         """This handle, serving by other options of :func:`segue.accelerate`: with others than before, every graph is dropped.
@@ -118,6 +145,7 @@ class ServingHandle(Handle):
         self._begin(module, model)
         self._options, self._restored, self._patches = options, False, []
         self._not_taken_in: Reason | None = None
+        self._asleep = self._captured_ahead = False  # the latter by capture()
         self._one_at_a_time = threading.RLock()  # a body's attention has another name while it runs, for every thread
 
     def _take_over(self) -> None:
@@ -131,7 +159,7 @@ class ServingHandle(Handle):
             self._refuse_restored()
             before, owners = dict(vars(self)), self._owners()
             try:
-                self._not_taken_in = None
+                self._not_taken_in, self._asleep = None, False
                 self._set_up(**options)
             except BaseException:
                 vars(self).update(before)
@@ -185,6 +213,8 @@ class ServingHandle(Handle):
             return DISABLED
         if _torch.is_tracing():
             return TRACED
+        if self._asleep:
+            return ASLEEP
         if (who := self._modes.training()) is not None:
             return reasons.training(who)
         moved = self._weights.moved()
