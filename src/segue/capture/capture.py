@@ -452,8 +452,9 @@ class BreakableCapture:
     def _leave_forward(self, error: BaseException) -> None:
         """Abandon the capture while the forward is still running, on its way out by ``error``.
 
-        Guards of the forward's, such as ``torch.inference_mode``, were entered while a dispatch mode was active, and put back torch's
-        dispatch keys of that time. Without any mode then, every later op of this thread would fail, so one stays until the end.
+        Guards of the forward's, such as ``torch.inference_mode``, were entered while a dispatch mode was active, and put back
+        torch's dispatch keys of that time. Without any mode then, every later op of this thread would fail, so one stays
+        until the end.
         """
         self._error = self._error or error
         self._abandon()
