@@ -2,6 +2,7 @@
 #   make demo    real prompts through captured graphs, compared with the untouched model
 #   make test    ruff, mypy --strict, pytest
 #   make docs    the guides as a site, in build/site
+#   make plots    docs/images/measured.svg, the README's picture, from benchmarks/results
 #   make families    writes docs/families.md: what each family's models give, on two releases of transformers
 #   make refusals    writes docs/refusals.md: each error, code that raises it, and what it says
 # PYTHON picks the interpreter. If it already has torch (a CUDA build, say), that torch is used.
@@ -14,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 # Threads that wait give their core away: on a busy machine spinning ones take minutes.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test docs families refusals lint types unit setup clean
+.PHONY: demo test docs plots families refusals lint types unit setup clean
 
 demo: setup
 	$(BIN)/segue demo
@@ -33,6 +34,10 @@ unit: setup
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q -d build/site
+
+RESULTS := benchmarks/results/nvidia-h200
+plots: setup
+	$(BIN)/segue bench plots $(RESULTS)-ttft.md $(RESULTS)-growth.md --others $(RESULTS)-ttft-between.md -f docs/images/measured.svg
 
 refusals: setup
 	PYTHONPATH=tests $(BIN)/python -m guides.refusals docs/refusals.md
