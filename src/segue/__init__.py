@@ -28,13 +28,15 @@ from segue.errors import (
 )
 from segue.integrations.transformers import accelerate
 from segue.prime import PrimeGraph, Rows, Trunk, Whole
-from segue.runner import Decision, GraphRunner, Input, Ladder, Lease, Stats
+from segue.runner import Breakable, Decision, Full, GraphRunner, Input, Ladder, Lease, Stats
 from segue.runner.check_report import Checker, use_checker
 
 __all__ = [
+    "Breakable",
     "BreakableCapture",
     "CaptureError",
     "Decision",
+    "Full",
     "GraphMemoryError",
     "GraphRunner",
     "Input",

@@ -111,14 +111,34 @@ class BreakSpec:
         ``into``: the destination of the result, if it isn't that of ``out``. It is returned then.
         """
         if state.phase == "segment" and state.capture is not None:
-            return state.capture.run_break(self, args, kwargs, into)
+            if not state.capture.breaks_inside:
+                return state.capture.run_break(self, args, kwargs, into)
+            return self._recorded(args, kwargs, into, state.capture.name)
         if state.reference and not state.inside_break:
             return self._reference(args, kwargs, into)
+        return self._plain(args, kwargs, into)
+
+    def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
         result = self.fn(*args, **kwargs)
         destination = self.destination(args, kwargs, into)
         if into is not None and result is not None and result is not into:
             _fill(into, result, self.label)
         return result if destination is None else destination
+
+    def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any, name: str) -> Any:
+        """The function's result while it is recorded into the segment.
+
+        Raises:
+            CaptureError: no graph can hold what it does.
+        """
+        where = f"{name}: break {self.label} called at {_source_lines.caller()}"
+        try:
+            return self._plain(args, kwargs, into)
+        except CaptureError as e:
+            raise CaptureError(f"{where} can't be held by a full graph. {e}") from e
+        except BaseException as e:
+            e.add_note(f"{where}, which a full graph would have to hold")
+            raise
 
     def destination(self, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
         """The memory that the caller gave for the result; None if it gave none."""
@@ -169,7 +189,10 @@ class BreakSpec:
         rehearsal = state.rehearsal
         if rehearsal is not None and rehearsal.under_way:
             return rehearsal.stand_in([*args, *kwargs.values()], self.destination(args, kwargs, into))
-        result = Break(self, args, kwargs, into, watch=None, where=f"break {self.label} in the reference").first_run()
+        if state.breaks_inside:
+            result = self._plain(args, kwargs, into)
+        else:
+            result = Break(self, args, kwargs, into, watch=None, where=f"break {self.label} in the reference").first_run()
         if rehearsal is not None:
             rehearsal.note(result, self.token_dim)
         return result

@@ -54,6 +54,7 @@ class BreakableCapture:
         remedy: what an error about something that has changed tells the user to do, beside undoing that.
         own: what holds tensors outside the pool that only the caller uses, such as input buffers and a scratch cache. The first
             segment may write them before the checks are done.
+        breaks_inside: break points end no segment. Their functions are recorded like everything else, and get all rows.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class BreakableCapture:
         defer_checks: bool = False,
         remedy: str = "capture again",
         own: Any = None,
+        breaks_inside: bool = False,
     ) -> None:
         rows = None if rows is None else row_count(rows, "BreakableCapture: rows")
         valid_rows = None if valid_rows is None else row_count(valid_rows, "BreakableCapture: valid_rows")
@@ -77,7 +79,7 @@ class BreakableCapture:
         self.device: Device = pool.device if pool is not None and device is None else devices.resolve(device)
         self.pool: Pool = pool if pool is not None else self.device.default_pool()
         self.stream: Any = stream if stream is not None else self.device.default_stream()
-        self.rows, self.valid_rows = rows, valid_rows
+        self.rows, self.valid_rows, self.breaks_inside = rows, valid_rows, breaks_inside
         self.name = name or ("capture" if rows is None else f"capture of {rows} rows")
         self._kind = self.device.torch_device.type
         self._began: Modes  # the caller's, when the capture began

@@ -26,8 +26,8 @@ class Places:
     ``outside``: modules that run outside the graphs. By default what the root's attribute ``outside`` has, where there is one.
     ``ctx``: the live context, by default that of the innermost ``active_forward``. ``also``: names that code says.
 
-    ``live_names``: those in the code of breaks, and of the methods that it names. ``stored_names``: of attributes that other code
-    sets.
+    ``names``: what the code outside breaks says. ``live_names``: those in the code of breaks, and of the methods that it names.
+    ``stored_names``: of attributes that other code sets.
 
     ``once``: what one forward leaves behind in the user's objects all do, so that one capture looks. It sets ``leaves_nothing``.
 
@@ -63,6 +63,7 @@ class Places:
         self.live_names: set[str] = set()
         self.stored_names: set[str] = set()
         found = [] if self.root is None else list(visits(self.root, self.name, names=names))
+        self.names = names.all
         for visit in found:
             self._note_compiled(visit.obj)
             if visit.live and isinstance(visit.obj, FunctionType):

@@ -22,6 +22,7 @@ class OpenCapture(Protocol):
     """A capture as break points and observers see it while its ``with`` lasts."""
 
     name: str
+    breaks_inside: bool  # break points are recorded like everything else
 
     @property
     def graphs(self) -> int:
@@ -36,6 +37,7 @@ class _ThreadState(threading.local):
     phase: Phase | None = None  # of that capture
     inside_break: bool = False  # a break is running: at capture, at a replay, or in the reference
     reference: bool = False  # breaks trim and clear, without a capture
+    breaks_inside: bool = False  # in the reference: of a graph that holds its breaks
     rows: int | None = None  # the bucket
     valid: int | None = None  # of these, real ones
     pools: tuple[Pool, ...] = ()  # being captured into or replayed from, the innermost last
@@ -84,11 +86,15 @@ def capture_phase() -> Phase | None:
 
 
 @contextmanager
-def reference_frame(rows: int | None, valid_rows: int | None, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
+def reference_frame(
+    rows: int | None, valid_rows: int | None, inputs: Iterable[Tensor] = (), breaks_inside: bool = False
+) -> Iterator[None]:
     """Within this block breaks are plain calls that trim and clear as a replay does. A replay of a bucket of ``rows`` rows, of
     which ``valid_rows`` are real, must equal what runs here. ``inputs``: of the forward, in memory made for this run.
+    ``breaks_inside``: the graph holds its breaks, so they get and give all rows.
     """
     before = (state.reference, state.rows, state.valid, state.inside_break, state.made, state.grad, state.variables)
+    inside, state.breaks_inside = state.breaks_inside, breaks_inside
     made = Allocations(inputs)
     state.reference, state.rows, state.valid, state.inside_break, state.made = True, rows, valid_rows, False, made
     state.grad, state.variables = torch.is_grad_enabled(), copy_context()
@@ -98,3 +104,4 @@ def reference_frame(rows: int | None, valid_rows: int | None, inputs: Iterable[T
     finally:
         made.keep()
         (state.reference, state.rows, state.valid, state.inside_break, state.made, state.grad, state.variables) = before
+        state.breaks_inside = inside

@@ -1,6 +1,7 @@
 """Serves calls of any length from graphs of a few padded lengths."""
 
 from segue.runner.admission import Decision
+from segue.runner.full import Full
 from segue.runner.inputs import Input
 from segue.runner.ladder import Ladder
 from segue.runner.outputs import Lease
@@ -14,6 +15,7 @@ __all__ = [
     "CaptureSummary",
     "CapturedForward",
     "Decision",
+    "Full",
     "GraphRunner",
     "Input",
     "Job",

@@ -8,7 +8,7 @@ from typing import Any
 
 from segue.errors import InputError, UsageError
 from segue.runner.ladder import Ladder
-from segue.runner.reasons import NO_BUCKET, NO_REQUEST_BUCKET, PADDING
+from segue.runner.reasons import NO_BUCKET, NO_REQUEST_BUCKET, PADDING, UNEVEN
 
 EAGER = "eager"
 FITS = "smallest bucket that fits"
@@ -37,6 +37,7 @@ class Admission:
         max_padding: a call with more padding runs eager. A whole number counts padded rows, a fraction below 1 is their share.
         strategies: names, the preferred first; a call that names none takes the last, which serves every batch.
         left_out: buckets that have no graph, with the reason.
+        own: ladders of strategies that have their own, by name. Their buckets count requests, or tokens without a request axis.
 
     Raises:
         UsageError: ``max_padding`` is neither.
@@ -47,6 +48,7 @@ class Admission:
     max_padding: int | float | None = None
     strategies: Sequence[str] = ("breakable",)
     left_out: Mapping[int, str] = field(default_factory=dict)
+    own: Mapping[str, Ladder] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         limit = self.max_padding
@@ -62,6 +64,8 @@ class Admission:
 
         ``requests``: -1 where the call has no request axis. ``strategy``: the name of the one that takes the call.
         """
+        if strategy is not None and (own := self.own.get(strategy)) is not None:
+            return self._by_requests(own, tokens, requests, strategy)
         bucket = first = self.ladder.bucket_for(tokens)
         if self.left_out:
             while bucket in self.left_out:
@@ -78,6 +82,22 @@ class Admission:
             return Decision(None, EAGER, PADDING)
         return Decision(bucket, strategy or self.strategies[-1], FITS, row)
 
+    @property
+    def most(self) -> tuple[int, int]:
+        """The most padded tokens and requests of any call."""
+        tops = [ladder.max for ladder in self.own.values()]
+        return max(self.ladder.max, *tops, 0), max(0 if self.requests is None else self.requests.max, *tops, 0)
+
+    def _by_requests(self, ladder: Ladder, tokens: int, requests: int, strategy: str) -> Decision:
+        count = tokens if self.requests is None else requests
+        bucket = ladder.bucket_for(count)
+        if bucket is None:
+            return Decision(None, EAGER, NO_REQUEST_BUCKET)
+        each, odd = divmod(tokens, count) if count > 0 else (1, tokens)
+        if odd or bucket * each > self.most[0]:
+            return Decision(None, EAGER, UNEVEN if odd else NO_BUCKET)
+        return Decision(bucket * each, strategy, FITS, None if self.requests is None else bucket)
+
     def check(self, d: Any, tokens: int, requests: int) -> None:
         """Check that a decision made elsewhere can serve a call.
 
@@ -88,6 +108,11 @@ class Admission:
             raise self.no_decision(d)
         if d.bucket is None:
             return
+        own = self.own.get(d.strategy)
+        if own is not None and d == self._by_requests(own, d.bucket, -1 if d.requests is None else d.requests, d.strategy):
+            if d.bucket >= tokens and (d.requests or 0) >= requests and d.bucket * requests == tokens * (d.requests or requests):
+                return
+            raise InputError(f"{d} holds other rows than the call's {tokens} tokens; admit the largest count of all ranks")
         if d.bucket not in self.ladder or d.bucket in self.left_out or d.strategy not in self.strategies:
             raise UsageError(f"{d} names a bucket or strategy this runner doesn't have; take decisions from runner.admit()")
         if d.bucket < tokens or (d.requests is not None and d.requests < requests):

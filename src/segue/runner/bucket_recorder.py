@@ -53,11 +53,11 @@ class BucketRecorder:
         pool: Pool,
         stream: Any,
         ladder: Ladder,
-        request_ladder: Ladder | None,
+        most: tuple[int, int],
     ) -> None:
         self.fn, self.binder, self.outputs, self.counters = fn, binder, outputs, counters
         self._ladder = list(ladder)
-        self._most = ladder.max, 0 if request_ladder is None else request_ladder.max
+        self._most = most  # padded tokens and requests of any call
         self.device, self.pool = device, pool
         self.stream = stream if stream is not None else device.default_stream()
         self._places: Places | None = None
@@ -93,12 +93,12 @@ class BucketRecorder:
 
         A strategy with a ``reference`` of its own runs that instead. Inputs that the forward wrote are noted in ``call.updates``.
         """
-        own = getattr(strategy, "reference", None)
+        own, inside = getattr(strategy, "reference", None), getattr(strategy, "breaks_inside", False)
         padded = stage.padded(call.tensors, call.tokens, call.requests)  # before the frame: the forward doesn't make its inputs
         with (
             torch.inference_mode(),
             active_forward(ctx if ctx is not None else state.ctx),
-            reference_frame(stage.tokens, call.tokens, [t for t in padded if t is not None]),
+            reference_frame(stage.tokens, call.tokens, [t for t in padded if t is not None], inside),
         ):
             versions = [0 if t is None else t._version for t in padded]
             constants = self._constants(call, stage, padded) if own is None else None

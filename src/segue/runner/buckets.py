@@ -20,7 +20,7 @@ from segue.runner.module_guard import ModuleGuard
 from segue.runner.outputs import Layout, Lease, Signature
 from segue.runner.reasons import FAILED, INSIDE, OUT_OF_MEMORY, OVER_BUDGET, VARIANTS
 from segue.runner.replay_verifier import ReplayVerifier
-from segue.runner.strategy import Strategy
+from segue.runner.strategy import Declined, Strategy
 
 log = logging.getLogger("segue")
 Slot = tuple[Key, int | None, int | None]  # variant, bucket, request bucket
@@ -28,14 +28,6 @@ Slot = tuple[Key, int | None, int | None]  # variant, bucket, request bucket
 Route = tuple[Key, int, int, str, tuple[int | None, int | None] | None]
 
 _MOST_ROUTES = 8192
-
-
-class RunsEager(Exception):
-    """No graph serves a call, for the ``reason``. Nothing of the call has run, so it may run eagerly."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 class Buckets:
@@ -88,14 +80,14 @@ class Buckets:
            real rows (:class:`CapturedBucket`). The runner sends them there by ``routes``, without coming through here.
 
         Raises:
-            RunsEager: the bucket has no graph and gets none: a capture failed, there are too many variants, or the memory
-                budget is used up.
+            Declined: the bucket has no graph and gets none, as a capture failed, there are too many variants, or the memory
+                budget is used up; or its graph can't serve this call.
         """
         slot = (call.key, d.bucket, d.requests)
         if slot in self.failed:
-            raise RunsEager(self.failed[slot])
+            raise Declined(self.failed[slot])
         if call.key not in self.variants and len(self.variants) >= self._most_variants:
-            raise RunsEager(VARIANTS)
+            raise Declined(VARIANTS)
         assert d.bucket is not None
         recorder, strategy = self.recorder, self.strategies[d.strategy]
         with recorder.lock:
@@ -151,7 +143,7 @@ class Buckets:
         """Capture a warmed bucket on a call and return its answer.
 
         Raises:
-            RunsEager: it failed before anything had run, and failures count against the bucket.
+            Declined: it failed before anything had run, and failures count against the bucket.
         """
         slot = (call.key, bucket, requests)
         stage = self.recorder.stage(call, bucket, requests)
@@ -168,7 +160,7 @@ class Buckets:
             if job.launched or isinstance(e, LeftBehindError):
                 e.add_note(f"{job.name}: part of this call has run, so it isn't retried eagerly; later calls run eager")
                 raise
-            raise RunsEager(reason) from e
+            raise Declined(reason) from e
         self.graphs[slot] = captured
         if not captured.program.breaks and not self.warned_no_break and not getattr(strategy, "whole", False):
             self.warned_no_break = True
@@ -222,14 +214,14 @@ class Buckets:
         return tuple(sorted({slot[1] for slot in self.graphs if slot[1] is not None}))
 
     def _refuse_over_budget(self, bucket: int) -> None:
-        """Raise RunsEager if a lazy capture would exceed the memory budget by its prediction."""
+        """Raise Declined if a lazy capture would exceed the memory budget by its prediction."""
         if self.budget is None:
             return
         graphs = len(self.graphs)
         cost = self.budget.predict(bucket, self.cost(), graphs, graphs + 1)
         if cost.total > self.budget.limit:
             self.leave_out([bucket], cost)
-            raise RunsEager(OVER_BUDGET)
+            raise Declined(OVER_BUDGET)
 
     def _keep_to_budget(self, slot: Slot) -> None:
         """Drop a lazily captured bucket that took more than was predicted."""

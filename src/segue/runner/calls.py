@@ -32,10 +32,10 @@ class Call:
 
     ``key``: the variant. ``tokens``, ``requests``: real ones; ``requests`` is -1 without a request axis. ``foreign``: whether
     some tensors are on the CPU and the runner isn't. ``unlike``: where an input is of another size than in the first call, so
-    that no buffer holds it, the error that says so.
+    that no buffer holds it, the error that says so. ``given``: the arguments as the caller gave them.
     """
 
-    __slots__ = ("ctx", "foreign", "key", "requests", "specs", "tensors", "tokens", "unlike", "updates", "values")
+    __slots__ = ("ctx", "foreign", "given", "key", "requests", "specs", "tensors", "tokens", "unlike", "updates", "values")
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class Call:
         self.tokens, self.requests, self.foreign = tokens, requests, foreign
         self.specs: Sequence[tuple[Leaf, Spec]] = ()  # shown by this call, and kept once it has succeeded
         self.unlike: InputError | None = None
+        self.given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self.updates: Sequence[tuple[int, Tensor]] = ()  # places of its tensors that the forward wrote, with what they hold then
 
     def write_back(self) -> None:

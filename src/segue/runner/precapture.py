@@ -14,13 +14,13 @@ from segue.capture.isolation import collect_garbage
 from segue.capture.object_graph import plain_values
 from segue.errors import UsageError
 from segue.runner.bucket_recorder import example_rows, synthetic
-from segue.runner.buckets import Buckets, RunsEager
+from segue.runner.buckets import Buckets
 from segue.runner.calls import Binder, Call
 from segue.runner.captured_bucket import CapturedBucket
 from segue.runner.ladder import Ladder
 from segue.runner.memory_budget import Cost, mib
 from segue.runner.progress import CaptureSummary, Progress
-from segue.runner.strategy import Strategy
+from segue.runner.strategy import Declined, Strategy, ladder_of
 from segue.runner.write_log import WriteLog, generators_kept
 
 log = logging.getLogger("segue")
@@ -34,7 +34,7 @@ class Precapture:
         buckets: the runner's. What they have captured already stays.
         call: the example.
         ladder: token buckets. ``request_ladder``: request buckets, if some input is request-shaped.
-        last: the strategy that serves every call.
+        strategy: the one that takes the example.
         context: of the example. ``make_context``: from a bucket to a context, which then is used instead.
         state: tensors to put back, whatever their size.
         progress: whether to show it.
@@ -47,19 +47,24 @@ class Precapture:
         ladder: Ladder,
         request_ladder: Ladder | None,
         *,
-        last: Strategy,
+        strategy: Strategy,
         context: Any,
         make_context: Callable[[int], Any] | None,
         state: Sequence[Tensor],
         progress: bool,
     ) -> None:
         self.buckets, self.recorder, self.call = buckets, buckets.recorder, call
-        self._last, self._context, self._make_context, self._state = last, context, make_context, state
+        self._strategy, self._context, self._make_context, self._state = strategy, context, make_context, state
         self._shown = progress
-        self._fixed = request_ladder is not None  # rows and requests of the example belong together
+        own = ladder_of(strategy)
+        self._fixed = request_ladder is not None or own is not None  # rows and requests of the example belong together
         self.left_out: dict[int, Cost | str] = {}
-        rungs = _rungs(list(ladder), None if request_ladder is None else list(request_ladder))
-        if request_ladder is not None:
+        if own is None:
+            rungs = _rungs(list(ladder), None if request_ladder is None else list(request_ladder))
+        else:
+            each = call.tokens // max(1, call.tokens if request_ladder is None else call.requests)
+            rungs = [(b * each, None if request_ladder is None else b) for b in reversed(own)]
+        if self._fixed:
             held = [r for r in rungs if r[0] >= call.tokens and (r[1] or 0) >= call.requests]
             self._note_too_small(rungs, held)
             rungs = held
@@ -119,11 +124,11 @@ class Precapture:
         writes = WriteLog(self.recorder.owns, self._state)
         try:
             with writes:
-                self.buckets.warm(call, tokens, requests, self._context_of(tokens))
+                self.buckets.warm(call, tokens, requests, self._context_of(tokens), self._strategy)
             self.call.specs = ()
             with writes:
-                self.buckets.capture(call, tokens, requests, self._context_of(tokens), self._last)
-        except RunsEager:
+                self.buckets.capture(call, tokens, requests, self._context_of(tokens), self._strategy)
+        except Declined:
             return
         except Exception:
             # The error is logged, and if the bucket was given up, nobody waits for the answer to an example.
@@ -206,7 +211,7 @@ class Precapture:
         """Note and log the pairs that are too small for the example. Its rows and requests belong together, so it can't be
         cut.
         """
-        example = f"{self.call.tokens} tokens and {self.call.requests} requests"
+        example = f"{self.call.tokens} tokens" + (f" and {self.call.requests} requests" if self.call.requests >= 0 else "")
         captured = {r[0] for r in held}
         for bucket in dict.fromkeys(r[0] for r in rungs if r[0] not in captured):
             self.left_out[bucket] = f"too small for the example of {example}"

@@ -25,6 +25,7 @@ def remedy_of(reason: str) -> str:
 DISABLED = Reason("SEGUE=off in the environment", "Unset SEGUE and start again")
 NO_BUCKET = Reason("no bucket fits", "Give a larger bucket: max_tokens= of segue.accelerate(), or buckets=")
 NO_REQUEST_BUCKET = Reason("no request bucket fits", "Give a larger bucket in request_buckets=")
+UNEVEN = Reason("requests of unequal length", "Full graphs take the same number of tokens of each request")
 PADDING = Reason("max_padding", "Give more buckets, or a larger max_padding=")
 OTHER_SIZE = Reason(
     "an input of another size than in the first call",

@@ -21,7 +21,7 @@ from segue.errors import NoBucketError, UsageError, no_copy
 from segue.runner import options
 from segue.runner.admission import EAGER, Admission, Decision
 from segue.runner.bucket_recorder import BucketRecorder, run_eager
-from segue.runner.buckets import Buckets, Route, RunsEager
+from segue.runner.buckets import Buckets, Route
 from segue.runner.calls import Binder, Call
 from segue.runner.check_report import Report, checker
 from segue.runner.inputs import Declared
@@ -34,7 +34,7 @@ from segue.runner.progress import CaptureSummary
 from segue.runner.reasons import DISABLED, OTHER_SIZE, TRACED
 from segue.runner.replay_verifier import ReplayVerifier
 from segue.runner.stats import Counters, Stats
-from segue.runner.strategy import Breakable, Strategy
+from segue.runner.strategy import Breakable, Declined, Strategy, ladder_of
 
 log = logging.getLogger("segue")
 
@@ -126,8 +126,9 @@ class GraphRunner:
         self.summary: CaptureSummary | None = None
         self.guard, self.disabled = ModuleGuard(fn), environment.disabled()
         self._left_out: dict[int, str] = {}
+        own = {s.name: ladder for s in self.strategies if (ladder := ladder_of(s)) is not None}
         self.admission = Admission(
-            self.ladder, self.request_ladder, max_padding, tuple(s.name for s in self.strategies), self._left_out
+            self.ladder, self.request_ladder, max_padding, tuple(s.name for s in self.strategies), self._left_out, own
         )
         self._last = self.strategies[-1].name  # the strategy that serves every call
         self._preferred = {s.name for s in self.strategies[:-1]}
@@ -155,7 +156,9 @@ class GraphRunner:
         if (thread.reference or thread.capture is not None) and not thread.inside_break:
             raise _nested(self._binder.label)
         self.guard.look()
+        named = kwargs and self._preferred and dict(kwargs)  # binding empties them
         call = self._read(args, kwargs, ctx)
+        call.given = args, named or kwargs
         asked: tuple[int | None, int | None] | None = None
         if decision is None:
             strategy = self._strategy_for(call) if self._preferred else self._last
@@ -167,7 +170,12 @@ class GraphRunner:
             call.key = (*call.key, strategy)  # its graphs are not those of the last strategy
         route = (call.key, call.tokens, call.requests, strategy, asked)
         captured = buckets.routes.get(route)
-        return self._serve(call, decision, route, buckets) if captured is None else captured.run(call)
+        if captured is None:
+            return self._serve(call, decision, route, buckets)
+        try:
+            return captured.run(call)
+        except Declined as e:
+            return self._serve_otherwise(call, decision, strategy, buckets, e.reason)
 
     def admit(self, tokens: int, requests: int = -1, strategy: str | None = None) -> Decision:
         """Decide where a call of ``tokens`` tokens would run, and why. It changes nothing, and takes O(log n) for n buckets.
@@ -302,12 +310,25 @@ class GraphRunner:
         captured = buckets.find(call, decision)
         if captured is not None:
             buckets.remember(route, captured)
-            return captured.run(call)
         try:
-            return buckets.serve(call, decision)
-        except RunsEager as e:
-            reason = e.reason
-        return self._fall_back(call, reason)
+            return buckets.serve(call, decision) if captured is None else captured.run(call)
+        except Declined as e:
+            return self._serve_otherwise(call, given, route[3], buckets, e.reason)
+
+    def _serve_otherwise(self, call: Call, given: Decision | None, strategy: str, buckets: Buckets, reason: str) -> Any:
+        """Answer a call that graphs of ``strategy`` can't serve, for ``reason``: by the strategies after it, or eagerly.
+
+        A decision that the caller gave is not changed, as other ranks may run by it.
+        """
+        if strategy == self._last or given is not None:
+            return self._fall_back(call, reason)
+        self._counters.declined[f"{strategy}: {reason}"] += 1
+        later = self.strategies[[s.name for s in self.strategies].index(strategy) + 1 :]
+        call.key = call.key[:-1]
+        strategy = next((s.name for s in later[:-1] if s.takes(call)), self._last)
+        if strategy in self._preferred:
+            call.key = (*call.key, strategy)
+        return self._serve(call, None, (call.key, call.tokens, call.requests, strategy, None), buckets)
 
     def _fall_back(self, call: Call, reason: str) -> Any:
         if self._strict:
@@ -367,7 +388,7 @@ class GraphRunner:
         self._read = self._binder.read_any
         outputs = Outputs(*self._output_dims, self._binder.label)
         recorder = BucketRecorder(
-            self.fn, self._binder, outputs, self._counters, device, pool, self._stream, self.ladder, self.request_ladder
+            self.fn, self._binder, outputs, self._counters, device, pool, self._stream, self.ladder, self.admission.most
         )
         self._left_out.clear()
         if self._budget is not None:
@@ -389,13 +410,18 @@ class GraphRunner:
         if self.disabled:
             log.info("SEGUE=off: nothing is captured, every call runs eager")
             return CaptureSummary((), 0, 0, 0.0, Cost(0, 0))
+        given = args, dict(kwargs)
         call = example_call(buckets.recorder.binder, args, kwargs, ctx)
+        call.given = given
+        taken = next((s for s in self.strategies[:-1] if ladder_of(s) is not None and s.takes(call)), self.strategies[-1])
+        if taken.name in self._preferred:
+            call.key = (*call.key, taken.name)
         session = Precapture(
             buckets,
             call,
             self.ladder,
             self.request_ladder,
-            last=self.strategies[-1],
+            strategy=taken,
             context=ctx if call.ctx is None else call.ctx,
             make_context=self.capture_ctx,
             state=self.state,

@@ -14,7 +14,7 @@ class Stats:
     ``reasons``: eager calls by reason. ``padding_share``: padded rows among all rows of the calls a bucket served.
     ``pool_bytes``: the graph pool, shared with others that use it. ``driver_bytes``: what the driver took for this
     runner's graphs. ``strategies``: replays by strategy. ``capture_seconds``: spent capturing, without warm-up.
-    ``buckets``: those that have a graph.
+    ``buckets``: those that have a graph. ``declined``: calls that a preferred strategy left to those after it, by reason.
     """
 
     warmed: int
@@ -28,6 +28,7 @@ class Stats:
     strategies: Mapping[str, int] = field(default_factory=dict)
     capture_seconds: float = 0.0
     buckets: tuple[int, ...] = ()
+    declined: Mapping[str, int] = field(default_factory=dict)
 
 
 class Replays:
@@ -44,6 +45,7 @@ class Counters:
 
     __slots__ = (
         "captured",
+        "declined",
         "eager",
         "padded",
         "reasons",
@@ -58,6 +60,7 @@ class Counters:
         self.rows = self.padded = 0  # of calls that were warmed or captured
         self.seconds = 0.0
         self.reasons: Counter[str] = Counter()
+        self.declined: Counter[str] = Counter()
         self.replays: dict[tuple[str, int], Replays] = {}
 
     def replays_of(self, strategy: str, bucket: int) -> Replays:
@@ -100,4 +103,5 @@ class Counters:
             strategies=dict(strategies),
             capture_seconds=self.seconds,
             buckets=buckets,
+            declined=dict(self.declined),
         )

@@ -14,9 +14,18 @@ from segue.capture.comparisons import Change
 from segue.capture.places import Places
 from segue.devices import Pool
 from segue.runner.calls import Call
+from segue.runner.ladder import Ladder
 
 Forward = Callable[[], Any]  # the user's function on the bucket's static inputs
 Finish = Callable[[], None]
+
+
+class Declined(Exception):
+    """No graph of a strategy serves a call, for the ``reason``. Nothing of the call has run, so something else may run it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 @dataclass
@@ -71,7 +80,8 @@ class CapturedForward(Protocol):
         innermost ``active_forward``. ``valid_rows``: real tokens; None means all.
 
         Raises:
-            ReplayError: a tensor that the graphs read was re-pointed, or a break's result changed.
+            ReplayError: a tensor that the graphs read was re-pointed, or a break's result changed. Declined: they can't serve
+            this call.
         """
 
     def close(self) -> None:
@@ -83,7 +93,9 @@ class Strategy(Protocol):
 
     A strategy whose replays don't equal the runner's function on padded inputs has a method ``reference(inputs, tokens)`` too.
     From the padded inputs by name and the number of real tokens it computes eagerly, with the context live, what its replay must
-    equal. A strategy whose graphs have no breaks on purpose has ``whole = True``.
+    equal. A strategy whose graphs have no breaks on purpose has ``whole = True``, and one whose graphs hold the functions of
+    break points ``breaks_inside = True``. One with a ladder of its own has it as ``ladder``: its buckets are numbers of requests,
+    or of tokens where the runner has no request axis.
     """
 
     name: str
@@ -93,6 +105,11 @@ class Strategy(Protocol):
 
     def capture(self, job: Job) -> CapturedForward:
         """Run the bucket's forward once for real, and record it."""
+
+
+def ladder_of(strategy: Strategy) -> Ladder | None:
+    """A strategy's own ladder; None if it captures the runner's buckets."""
+    return getattr(strategy, "ladder", None)
 
 
 class Breakable:
@@ -110,26 +127,33 @@ class Breakable:
         Raises:
             what the forward or the capture raises. ``job.launched`` then says whether a segment or break had run.
         """
-        capture = BreakableCapture(
-            rows=job.tokens,
-            pool=job.pool,
-            stream=job.stream,
-            valid_rows=job.valid,
-            name=job.name,
-            root=job.root,
-            defer_checks=True,
-            remedy=job.remedy,
-            own=dict(job.inputs),
-        )
-        with torch.inference_mode(), active_forward(job.ctx), capture:
-            try:
-                capture.at_end(job.arrived(job.forward()))
-            finally:
-                job.launched = capture.graphs > 0
-        return _CapturedProgram(capture)
+        return CapturedProgram(captured(job))
 
 
-class _CapturedProgram:
+def captured(job: Job, **options: Any) -> BreakableCapture:
+    """Run a job's forward once while recording it. ``options``: further ones of :class:`BreakableCapture`."""
+    capture = BreakableCapture(
+        rows=job.tokens,
+        pool=job.pool,
+        stream=job.stream,
+        valid_rows=job.valid,
+        root=job.root,
+        defer_checks=True,
+        remedy=job.remedy,
+        own=dict(job.inputs),
+        **{"name": job.name, **options},
+    )
+    with torch.inference_mode(), active_forward(job.ctx), capture:
+        try:
+            capture.at_end(job.arrived(job.forward()))
+        finally:
+            job.launched = capture.graphs > 0
+    return capture
+
+
+class CapturedProgram:
+    """A capture as the runner replays it."""
+
     def __init__(self, capture: BreakableCapture) -> None:
         self.capture = capture
         self.graphs, self.breaks = capture.graphs, capture.breaks

@@ -13,10 +13,11 @@ from torch import Tensor
 from segue.capture.places import Places
 from segue.devices import Device
 from segue.integrations.transformers.compiled_layers import CompiledLayers
+from segue.integrations.transformers.counted_captures import CountedBreakable
 from segue.integrations.transformers.encoder_buckets import EncoderGrid
 from segue.integrations.transformers.encoder_calls import MASK, Boundary, EncoderCall, padded
 from segue.integrations.transformers.encoder_forward import EncoderBody
-from segue.runner import Breakable, CapturedForward, GraphRunner, Input, Job, Stats
+from segue.runner import GraphRunner, Input, Stats
 
 Run = Callable[[GraphRunner, Sequence[Tensor]], tuple[Tensor, ...]]
 _MOST_SHAPES = 64
@@ -225,21 +226,7 @@ class EncoderGraphs:
             output_token_dim=tuple(self._cuts) if single else (0,) * len(self._cuts),
             on_failure=self._on_failure,
             device=self._device,
-            strategies=[_Whole(captured)],
+            strategies=[CountedBreakable(captured, whole=True)],
             progress=False,
         )
         return _Shape(runner, length, single, captured)
-
-
-class _Whole(Breakable):
-    """Captures forwards that have no break on purpose, and notes the segments and breaks of each bucket."""
-
-    whole = True
-
-    def __init__(self, captured: dict[int, tuple[int, int]]) -> None:
-        self._captured = captured
-
-    def capture(self, job: Job) -> CapturedForward:
-        program = super().capture(job)
-        self._captured[job.tokens] = program.graphs, program.breaks
-        return program

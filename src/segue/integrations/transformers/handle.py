@@ -22,30 +22,24 @@ from segue.integrations.transformers import checks, names, prime_admission, reas
 from segue.integrations.transformers.argument_names import ArgumentNames
 from segue.integrations.transformers.attention import NAME, AttentionName, LiveContext, attention_forward
 from segue.integrations.transformers.compiled_layers import CompiledLayers
+from segue.integrations.transformers.counted_captures import CountedBreakable
 from segue.integrations.transformers.decoder_calls import DecoderCall, DecoderCallReader
 from segue.integrations.transformers.decoder_forward import Body, ForwardPatch, own_forward
 from segue.integrations.transformers.decoder_parts import DecoderParts
 from segue.integrations.transformers.default_buckets import buckets_or_default
+from segue.integrations.transformers.first_token_server import FirstTokenServer, NoFirstToken
 from segue.integrations.transformers.layer_calls import NotSeen
 from segue.integrations.transformers.module_breaks import ModuleBreaks
-from segue.integrations.transformers.prime_first_token import (
-    FirstTokenGraphs,
-    ModelAround,
-    TokenTrunk,
-    asks_for_one_row,
-    has_own_forward,
-    is_first_token,
-    is_plain_head,
-)
+from segue.integrations.transformers.prime_first_token import asks_for_one_row, has_own_forward
+from segue.integrations.transformers.prime_ladder import capture_primes
 from segue.integrations.transformers.prime_trunk import not_causal
-from segue.integrations.transformers.probe import takes_several_positions
+from segue.integrations.transformers.probe import check_whole_forward
 from segue.integrations.transformers.proven_handle import ProvenHandle
 from segue.integrations.transformers.serving_handle import RunsUntouched
 from segue.integrations.transformers.training_modes import TrainingModes
 from segue.integrations.transformers.weights import Weights
 from segue.prime.prime_strategy import PrimeStrategy
-from segue.runner import Breakable, CapturedForward, Decision, GraphRunner, Input, Job, Ladder
-from segue.runner.memory_budget import mib
+from segue.runner import Decision, GraphRunner, Input, Ladder
 from segue.runner.progress import CaptureSummary, Progress
 from segue.runner.reasons import DISABLED, Reason, remedy_of
 
@@ -104,7 +98,7 @@ class Accelerated(ProvenHandle):
         self._refuse_elsewhere(resolve(self._asked_device).torch_device, self._device)
         self._find_out()
         self._accept_caller_modes()
-        self._strategy = _CountingBreakable()
+        self._strategy = CountedBreakable({})
         ladder = buckets_or_default(buckets, max_tokens, self._compiled is not None)
         self._prime = self._prime_strategy(strategy, ladder.max)
         runner = GraphRunner(
@@ -117,17 +111,15 @@ class Accelerated(ProvenHandle):
             strategies=[*([self._prime] if self._prime else []), self._strategy],
         )
         self._run_by(runner, self._device)
-        self._model_cache_name = names.cache_name(self._model_forward)
         if self._prime is not None and self._may_serve_model and len(self._patches) == 1:
             self._patches = [*self._patches, ForwardPatch(model, self._serve_model)]
-        self._first_tokens = self._first_token_graphs()
-        self._around = ModelAround(model, decoder, self._patches[0])
+        self._first_tokens = self._first_token_server(runner)
 
     @property
     def stats(self) -> Stats:
         """The runner's counts, with the forwards that ran untouched under ``eager`` and ``reasons``, and all graphs' buckets."""
         stats = self._runner.stats
-        first = () if self._first_tokens is None else self._first_tokens.captured
+        first = () if self._first_tokens is None else self._first_tokens.graphs.captured
         return dataclasses.replace(stats, buckets=tuple(sorted({*stats.buckets, *first})))
 
     @property
@@ -144,8 +136,8 @@ class Accelerated(ProvenHandle):
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the scratch caches that prime graphs fill, beside the graphs' own memory."""
-        parts = (self._prime, self._first_tokens)
-        return sum(part.scratch_bytes for part in parts if part is not None)
+        first = None if self._first_tokens is None else self._first_tokens.graphs
+        return sum(part.scratch_bytes for part in (self._prime, first) if part is not None)
 
     def capture(self) -> CaptureSummary:
         """Capture the whole ladder now, largest bucket first, instead of each bucket at its second call.
@@ -163,9 +155,7 @@ class Accelerated(ProvenHandle):
             start, compiled = time.perf_counter(), self._compile_seconds
             self._compile()
             summary = self._runner.capture(*inputs, ctx=ctx)
-            more = []
-            if not self._runner.disabled and (self._first_tokens is not None or self._prime is not None):
-                more.append(self._capture_primes(inputs[0]))
+            more = [] if (primes := self._capture_primes(inputs[0])) is None else [primes]
             seconds, compiling = time.perf_counter() - start, self._compile_seconds - compiled
             if self._compiled is not None:
                 more.append(f"in all {seconds:.1f} s, of which {compiling:.1f} s compiling")
@@ -186,7 +176,7 @@ class Accelerated(ProvenHandle):
         return found + [f"{count} {name}" for name, count in Counter(type(each.module).__name__ for each in self._breaks).items()]
 
     def _owners(self) -> Sequence[Any]:
-        return [owner for owner in (self._first_tokens, self._runner) if owner is not None]
+        return [self._runner] if self._first_tokens is None else [self._first_tokens.graphs, self._runner]
 
     def _reference(self) -> Callable[..., Any]:
         return self._runner.reference
@@ -222,7 +212,7 @@ class Accelerated(ProvenHandle):
 
     def _any_captured(self) -> bool:
         first, prime = self._first_tokens, self._prime
-        return bool(self._strategy.captured or (prime and prime.captured) or (first and first.captured))
+        return bool(self._strategy.captured or (prime and prime.captured) or (first and first.graphs.captured))
 
     def _serve_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._reader.read(args, kwargs)
@@ -271,15 +261,13 @@ class Accelerated(ProvenHandle):
         """The model's output for a fresh prompt, out of one graph; None where that can't serve it, and the decoder's graphs may.
         A reason where the model must run untouched.
         """
-        here, graphs = self._here, self._first_tokens
-        if here.untouched or here.without_prime or here.run is not None or graphs is None or self._unservable() is not None:
+        here, server = self._here, self._first_tokens
+        if here.untouched or here.without_prime or here.run is not None or server is None or self._unservable() is not None:
             return None
-        call = self._first_reader.read((), given)
-        if isinstance(call, str) or not is_first_token(call, self._layers):
-            return None
-        assert call.input_ids is not None
+        call = server.read(given)
         if (
-            (torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()))
+            call is None
+            or (torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()))
             or self._other_mode() is not None
             or not self._attention_as_captured()
             or self._layers_to_run() != self._layers
@@ -287,49 +275,22 @@ class Accelerated(ProvenHandle):
             or not_causal(self._parts) is not None
         ):
             return None
-        if not self._around.unchanged():
-            other = self._around.other_weights() if graphs.captured else None
-            return None if other is None else reasons.other_memory(other)
-        decision = self._runner.admit(call.tokens, strategy=PrimeStrategy.name)
-        if decision.bucket is None:
-            return None
-        cache = names.new_cache(self._decoder.config) if call.cache is None else call.cache
-        if not graphs.holds(decision.bucket) and self._changed() is not None:
-            return None
-        self._compile()
-        try:
-            logits = graphs.run(call.input_ids[0], cache, decision.bucket)
-        except StateChangedError as e:
-            return self._changed() or reasons.changed(e.change, self._decoder)
-        if logits is None:
-            return None
-        return self._model_output(logits=logits[:, None], **{self._model_cache_name: cache})
+        return server.answer(call, self._changed, self._compile)
 
-    def _first_token_graphs(self) -> FirstTokenGraphs | None:
+    def _first_token_server(self, runner: GraphRunner) -> FirstTokenServer | None:
         """Where prime serves the model and its head is plain: from ids to logits."""
-        decoder, model = self._decoder, self._model
         if self._prime is None or not self._may_serve_model:
             self._why_not["first token"] = "it takes prime graphs, and transformers' own forward around the decoder"
             return None
-        ids = torch.tensor([[0, min(1, decoder.get_input_embeddings().num_embeddings - 1)]], device=self._device)
+        model, patch = self._model, self._patches[0]
         try:
-            with torch.no_grad(), self.untouched():
-                out = self._model_forward(input_ids=ids, use_cache=True, logits_to_keep=1)
-                hidden = self._forward(input_ids=ids, use_cache=True).last_hidden_state
-        except (TypeError, ValueError):
-            self._why_not["first token"] = f"the forward of {type(model).__name__} doesn't take logits_to_keep=1"
+            with self.untouched():
+                return FirstTokenServer(
+                    model, self._model_forward, self._parts, self._forward, patch, runner, self._compiled, self._retry
+                )
+        except NoFirstToken as e:
+            self._why_not["first token"] = str(e)
             return None
-        if not is_plain_head(model, out, hidden, self._model_cache_name):
-            self._why_not["first token"] = "its head does more with the last hidden state than a linear layer"
-            return None
-        self._model_output: Any = type(out)
-        # The outer model reads more than its decoder does: images, say.
-        read = ArgumentNames(model).__contains__
-        self._first_reader = DecoderCallReader(decoder.config, self._forward, read)
-        buckets = self._runner.prepare()
-        trunk = TokenTrunk(model, parts=self._parts, forward=self._forward, layers=self._compiled, rows=self._runner.ladder.max)
-        recorder = buckets.recorder
-        return FirstTokenGraphs(trunk, self._runner.ladder, recorder.device, recorder.pool, recorder.counters, self._retry)
 
     def _layers_to_run(self) -> Any:
         """How many layers a forward of the model runs now. ``generate(assistant_early_exit=...)`` drafts with the first few."""
@@ -399,39 +360,33 @@ class Accelerated(ProvenHandle):
     def _compile_seconds(self) -> float:
         return 0.0 if self._compiled is None else self._compiled.seconds
 
-    def _capture_primes(self, x: Tensor) -> str:
+    def _capture_primes(self, x: Tensor) -> str | None:
         """The ladder once more, for fresh prompts; ``x`` [1, D]. Returns what was done, as text.
 
         Where the model's own forward is served too, its graphs are captured, from ids to one row of logits. Those of the decoder
         alone then wait for somebody who asks for more rows.
         """
-        prime, first_tokens, start = self._prime, self._first_tokens, time.perf_counter()
-        buckets = sorted(self._runner.ladder, reverse=True) if first_tokens is None else first_tokens.order()
-        progress = Progress(len(buckets), self._runner.progress)
-        with progress.showing():
-            for bucket in buckets:
-                progress.bucket(bucket, _torch.free_bytes(self._device))
-                if first_tokens is None:
-                    assert prime is not None
-                    self._capture_prime(prime, bucket, x.expand(bucket, -1))
-                elif self._runner.admit(bucket).bucket == bucket:
-                    first_tokens.capture(bucket)
-                progress.done()
-        graphs = prime if first_tokens is None else first_tokens
-        assert graphs is not None
-        count, seconds = len(graphs.captured), time.perf_counter() - start
-        return f"captured {count} prime graphs in {seconds:.1f} s; {mib(graphs.scratch_bytes)} scratch cache"
+        first, prime, runner = self._first_tokens, self._prime, self._runner
+        if runner.disabled:
+            return None
+        if first is not None:
+            graphs = first.graphs
+            return capture_primes(graphs, runner, graphs.order(), graphs.capture, self._device)
+        if prime is not None:
+            buckets = sorted(runner.ladder, reverse=True)
+            return capture_primes(prime, runner, buckets, lambda bucket: self._capture_prime(prime, bucket, x), self._device)
+        return None
 
     def _capture_prime(self, prime: PrimeStrategy, bucket: int, x: Tensor) -> None:
-        """Warm up and capture one bucket on a prompt ``x`` [bucket, D] for a throwaway cache.
+        """Warm up and capture one bucket on a prompt of rows ``x`` [1, D] for a throwaway cache.
 
         A model that prime can't serve as it is now has no fresh prompts, and nothing is captured.
         """
         for _ in range(2):
             ctx = self._capture_context(bucket, names.new_cache(self._decoder.config))
-            if bucket in prime.captured or self._runner.admit(bucket).bucket != bucket or not prime.fits(ctx, bucket):
+            if bucket in prime.captured or not prime.fits(ctx, bucket):
                 return
-            self._runner(x, torch.arange(bucket, device=self._device), ctx=ctx)
+            self._runner(x.expand(bucket, -1), torch.arange(bucket, device=self._device), ctx=ctx)
 
     def _capture_context(self, bucket: int, cache: Any = None) -> LiveContext:
         """A context for a bucket's explicit capture: one sequence that fills it."""
@@ -464,17 +419,9 @@ class Accelerated(ProvenHandle):
         """
         self._reader = DecoderCallReader(self._decoder.config, self._forward, ArgumentNames(self._decoder).__contains__)
         self._body = Body(self._decoder, self._forward, self._implementation, self._breaks, self._compiled)
-        self._check_whole_forward()
+        check_whole_forward(self._decoder, self._forward, self._reader.named)
         self._probe()
         self._break_what_no_graph_holds()
-
-    def _check_whole_forward(self) -> None:
-        """Raise UsageError if the decoder's forward isn't one that runs whole: hidden states and positions in, no mask."""
-        missing = {"inputs_embeds", "attention_mask", "position_ids", "use_cache"} - self._reader.named
-        if missing:
-            raise UsageError(f"its forward has no argument {sorted(missing)[0]}")
-        if takes_several_positions(self._forward, self._decoder):
-            raise UsageError("its tokens may have several positions each")
 
     def _inputs(self) -> dict[str, Any]:
         """The inputs of the body."""
@@ -486,15 +433,3 @@ class Accelerated(ProvenHandle):
         with torch.inference_mode():
             x = self._decoder.get_input_embeddings()(ids)[0]
             return (x, ids[0]), self._capture_context(tokens)
-
-
-class _CountingBreakable(Breakable):
-    """Counts the segments and breaks of each bucket."""
-
-    def __init__(self) -> None:
-        self.captured: dict[int, tuple[int, int]] = {}
-
-    def capture(self, job: Job) -> CapturedForward:
-        program = super().capture(job)
-        self.captured[job.tokens] = (program.graphs, program.breaks)
-        return program

@@ -7,7 +7,7 @@ them. They are others while a probe runs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -134,7 +134,19 @@ def prompt(decoder: Any, batch: int = PROMPT[0], tokens: int = PROMPT[1]) -> dic
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": True, **encoded}
 
 
-def takes_several_positions(forward: Callable[..., Any], decoder: Any) -> bool:
+def check_whole_forward(decoder: Any, forward: Callable[..., Any], named: Container[str]) -> None:
+    """Raise UsageError if a decoder's forward isn't one that runs whole: hidden states and positions in, no mask.
+
+    ``named``: its arguments.
+    """
+    for name in ("attention_mask", "inputs_embeds", "position_ids", "use_cache"):
+        if name not in named:
+            raise UsageError(f"its forward has no argument {name}")
+    if _takes_several_positions(forward, decoder):
+        raise UsageError("its tokens may have several positions each")
+
+
+def _takes_several_positions(forward: Callable[..., Any], decoder: Any) -> bool:
     """Whether a decoder takes position ids [3, B, T], as models of images and text do: for time, height and width."""
     batch, tokens = PROMPT
     given = prompt(decoder)
