@@ -46,14 +46,6 @@ def frozen() -> Any:
     return _runner(_scaled), (torch.randn(5, 4),), {}, lambda n: {"scale": 1.0 / n}
 
 
-def contextual() -> Any:
-    return _runner(_times_scale), (torch.randn(5, 4),), {}, {"scale": torch.ones(4)}
-
-
-def _times_scale(x: Tensor) -> Tensor:
-    return mix(x * segue.current_forward_ctx()["scale"])
-
-
 def alone() -> Any:
     inputs = {"x": Input(0, 0.0, shape=(None, 4), dtype=torch.float32)}
     return GraphRunner(_forward, inputs, [4], device="emulator", progress=False)
@@ -99,3 +91,11 @@ def raising_forward() -> Any:
 
 def _raise(x: Tensor) -> Tensor:
     raise ValueError("no forward here")
+
+
+def contextual() -> Any:
+    return _runner(_times_scale), (torch.randn(5, 4),), {}, {"scale": torch.ones(4)}
+
+
+def _times_scale(x: Tensor) -> Tensor:
+    return mix(x * segue.current_forward_ctx()["scale"])
