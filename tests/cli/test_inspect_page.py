@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from segue.check.summary import BucketSummary, HandoffSummary, StepSummary
 from segue.cli import app
+from segue.cli.inspect_page import Inspection, page
+from segue.runner import Stats
 
 run = CliRunner().invoke
 _VOID = {"meta", "br"}
@@ -85,6 +89,16 @@ def test_the_page_shows_steps_handoffs_owners_memory_and_padding(tmp_path: Path)
     assert "inputs['x'] the runner (input buffer) [8, 4] float32 128 B" in page.text
     assert "5 to 8 38% 19%" in page.text and "at most 75%" in text
     assert "It has not run." in page.text and "no call was made" in page.text
+
+
+def test_layers_that_are_alike_are_shown_once() -> None:
+    attend = StepSummary("break", "attend", "m.py:3 in forward", handoffs=(HandoffSummary("result", (8, 4), "float32", 128, 0),))
+    first, *middle, last = (StepSummary("segment", f"segment {i}", "m.py:9 in forward", ops=5) for i in range(6))
+    steps = [first, *(step for segment in middle for step in (attend, segment)), attend, replace(last, ops=2)]
+    stats = Stats(0, 0, 0, 0, {}, 0.0, 0, 0)
+    shown = Page(page(Inspection("t", "s", [BucketSummary(8, tuple(steps), (), 0, 0)], stats, [], [], None, "f"))).text
+    assert "6 segments, 5 breaks" in shown and "4 times, up to segment 4: Break attend called at m.py:3" in shown
+    assert shown.count("Break attend") == 2 and "Segment 5 , 2 ops" in shown and "Segment 3" not in shown
 
 
 def test_a_tensor_of_the_context_that_a_segment_reads_is_owned_by_the_context(tmp_path: Path) -> None:

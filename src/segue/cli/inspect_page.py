@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.resources
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from string import Template
 from typing import Any
@@ -23,6 +24,7 @@ _OWNERS = {
 }
 _NUMBER = re.compile(r"(?<=[.\[])\d+(?=[.\]]|$)")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 360, 170, 34, 30  # of the chart, in its own units
+_FEW = 3  # breaks that repeat so often are shown once
 _CORNERS = 6  # points of a bucket's curve
 
 
@@ -77,8 +79,25 @@ def _bucket(b: BucketSummary, is_open: bool) -> str:
         f"<details{' open' if is_open else ''}><summary><strong>Bucket {b.bucket}</strong>: {what}</summary>"
         f'<div class="strip" role="img" aria-label="Bucket {b.bucket} in the order of a replay: {what}, which are listed '
         f'below">{parts}</div>'
-        f'<ol class="steps">{"".join(map(_step, b.steps))}</ol></details>'
+        f'<ol class="steps">{"".join(_folded(b.steps))}</ol></details>'
     )
+
+
+def _folded(steps: Sequence[StepSummary]) -> Iterator[str]:
+    """The steps as list items. Breaks that repeat, each with the segment after it, as in equal layers, are one item."""
+    first, rest = list(steps), list[StepSummary]()
+    if len(steps) > 1 and [s.kind for s in steps] == ["segment", "break"] * (len(steps) // 2) + ["segment"]:
+        first, rest = first[:1], first[1:]
+    yield from map(_step, first)
+    pairs = list(zip(rest[::2], rest[1::2], strict=True))
+    for _, run in itertools.groupby(pairs, key=lambda pair: (pair[0], replace(pair[1], what=""))):
+        same = list(run)
+        if len(same) < _FEW:
+            yield from (_step(step) for pair in same for step in pair)
+            continue
+        shown = "".join(map(_step, (same[0][0], replace(same[0][1], what="a segment"))))
+        last = same[-1][1].what.removeprefix("segment ")
+        yield f'<li class="times">{len(same)} times, up to segment {last}:<ol class="steps">{shown}</ol></li>'
 
 
 def _step(step: StepSummary) -> str:
