@@ -150,7 +150,7 @@ def test_a_hook_that_is_gone_again_leaves_the_graphs_in_use(make: Make, graphed:
         model(prompt)
         model(prompt, output_hidden_states=True)  # transformers registers its recorders now
         model(prompt)
-    assert handle.stats.replayed == 3 and handle.stats.eager == 3
+    assert handle.stats.replayed == 3 and handle.stats.warmed == handle.stats.eager == 2
 
 
 def test_hooks_of_the_decoder_and_its_embedding_run_live(make: Make, graphed: Make, ids: Make) -> None:

@@ -208,7 +208,7 @@ def test_positions_that_end_before_the_largest_bucket_are_never_exceeded(device:
     ("change", "reason"),
     [
         ({"labels": torch.tensor([0, 1])}, "the argument labels"),
-        ({"output_hidden_states": True}, "output_hidden_states was asked for"),
+        ({"output_hidden_states": [1]}, "output_hidden_states was asked for"),
         ({"output_attentions": True}, "output_attentions was asked for"),
         ({"inputs_embeds": torch.zeros(2, 9, 32), "input_ids": None}, "the argument inputs_embeds"),
         ({"attention_mask": torch.ones(2, 1, 9, 9)}, "attention_mask that is not [batch, tokens]"),

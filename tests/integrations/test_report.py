@@ -51,7 +51,6 @@ def test_a_reason_is_text_that_can_be_pickled_with_its_remedy() -> None:
 
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "Leave out output_attentions"),
-    "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "Leave out output_hidden_states"),
 }
 
 

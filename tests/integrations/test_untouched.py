@@ -39,7 +39,7 @@ def test_more_tokens_than_the_largest_bucket_run_untouched_and_are_counted(
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"output_hidden_states": True}, "output_hidden_states was asked for"),
+        ({"output_hidden_states": [1]}, "output_hidden_states was asked for"),
         ({"output_attentions": True}, "output_attentions was asked for"),
         ({"is_causal": False}, "the argument is_causal"),
         ({"attention_mask": torch.ones(1, 6, 6, dtype=torch.bool)}, "neither [batch, tokens]"),
@@ -212,8 +212,8 @@ def test_a_model_that_is_compiled_too_is_served_and_counted(
             torch.testing.assert_close(call(prompt).logits, want)
             assert torch.equal(call.generate(prompt, max_new_tokens=4, do_sample=False), text)
         assert handle.stats.warmed + handle.stats.captured + handle.stats.replayed >= 15 and handle.stats.replayed > 9
-        call(prompt, output_hidden_states=True)
-        assert handle.stats.reasons["output_hidden_states was asked for"] == 1
+        call(ids(1, 65))
+        assert handle.stats.reasons["no bucket fits"] == 1
         handle.restore()
         torch.testing.assert_close(call(prompt).logits, want)
 

@@ -209,7 +209,7 @@ def test_a_recapture_keeps_the_counts(make: Make, graphed: Make, ids: Make) -> N
     with torch.inference_mode():
         for _ in range(3):
             model(prompt)
-        model(prompt, output_hidden_states=True)
+        model(ids(1, 65))
         before = handle.stats
         handle.recapture()
         assert handle.stats.buckets == () and handle.stats.reasons == before.reasons

@@ -64,7 +64,11 @@ class Full:
         Raises:
             CaptureError: a graph can't hold what it does. Where that is in a break point, its name and line are said.
         """
-        capture = captured(job, name=f"{job.name}, full", breaks_inside=True)
+        return self.record(job)
+
+    def record(self, job: Job, own: Any = None) -> CapturedForward:
+        """Do what :meth:`capture` does. ``own``: what holds tensors that only the caller uses, by default the inputs."""
+        capture = captured(job, name=f"{job.name}, full", breaks_inside=True, **({} if own is None else {"own": own}))
         return _FullProgram(CapturedProgram(capture), _Frozen(job.ctx, job.root, [e.tensor for e in capture.externals]))
 
 

@@ -71,6 +71,7 @@ class GraphRunner:
         verify_every: every so many replays, also run the reference on a copy of the context and compare. 0: never.
         strategies: how buckets are captured, the preferred first; the last must serve every call.
         progress: show progress and a closing line on stderr during ``capture()``.
+        counters: those of another runner, to count in them too.
 
     ``SEGUE=off`` in the environment when the runner is made runs everything eager.
 
@@ -105,6 +106,7 @@ class GraphRunner:
         verify_every: int = 0,
         strategies: Sequence[Strategy] | None = None,
         progress: bool = True,
+        counters: Counters | None = None,
     ) -> None:
         self._lease = options.one_of("outputs", outputs, "copy", "lease")
         self._retry = options.one_of("on_failure", on_failure, "raise", "eager")
@@ -132,7 +134,7 @@ class GraphRunner:
         )
         self._last = self.strategies[-1].name  # the strategy that serves every call
         self._preferred = {s.name for s in self.strategies[:-1]}
-        self._strict, self._counters = strict, Counters()
+        self._strict, self._counters = strict, Counters() if counters is None else counters
         self._output_dims = output_token_dim, output_request_dim
         self._device_asked, self._pool, self._stream = device, pool, stream
         self._verifier = ReplayVerifier(verify_every, self.state) if verify_every else None

@@ -140,8 +140,7 @@ def captured(job: Job, **options: Any) -> BreakableCapture:
         root=job.root,
         defer_checks=True,
         remedy=job.remedy,
-        own=dict(job.inputs),
-        **{"name": job.name, **options},
+        **{"name": job.name, "own": dict(job.inputs), **options},
     )
     with torch.inference_mode(), active_forward(job.ctx), capture:
         try:

@@ -13,7 +13,7 @@ from segue import environment
 from segue.errors import UsageError
 from segue.integrations.transformers.base_handle import DisabledHandle, Handle
 from segue.runner import Ladder
-from segue.runner.options import ladder
+from segue.runner.options import ladder, whole_number
 
 if TYPE_CHECKING:
     from segue.devices import Device
@@ -31,6 +31,8 @@ def accelerate(
     buckets: Ladder | Iterable[int] | None = None,
     on_failure: Literal["raise", "eager"] = "raise",
     device: str | Device | None = None,
+    max_context: int | None = None,
+    memory_budget: int | None = None,
 ) -> Handle:
     """Run a transformers model's decoder out of captured graphs, in place: the same tokens, sooner.
 
@@ -48,9 +50,9 @@ def accelerate(
             compared with the untouched model in short conversations.
         max_tokens: the most tokens of *one forward* (batch times padded length), not of the text generated. Longer
             forwards run untouched.
-        strategy: ``"auto"``: single fresh prompts as prime graphs where the model allows it, everything else breakable;
-            the handle's ``stats`` count both. ``"prime"``: the same, but a model without prime graphs is refused.
-            ``"breakable"``: no prime graphs.
+        strategy: ``"auto"``: fresh prompts as prime graphs and steps of one token as full graphs, where the model allows it,
+            everything else breakable; the handle's ``stats`` count all. ``"prime"``: the same, but a model without prime graphs is
+            refused. ``"breakable"``: neither prime nor full graphs.
         compile: whether the decoder's layers and final norm are compiled, once for all lengths, before they are captured. Fused
             kernels round differently, so in bfloat16 long greedy texts may part from the untouched model's; replays equal
             ``handle.reference()``, which runs the compiled layers, bit for bit. The untouched model is never compiled.
@@ -61,6 +63,10 @@ def accelerate(
         on_failure: ``"eager"``: a bucket whose capture fails runs the untouched forward from then on, and layers that can't be
             compiled run as they are. Both are logged once.
         device: None means the model's; ``"emulator"`` says that CPU, for correctness only, is meant.
+        max_context: the most tokens of a sequence that decodes by full graphs; longer ones go on by breakable ones. None: as
+            many as there is memory for.
+        memory_budget: bytes that resident memory may take, where caches lie while they decode. It begins small, and is made anew,
+            twice as large, when caches need more. None: a quarter of the device memory that is free then.
 
     Returns:
         A handle that forwards calls and attributes to ``model``, and is of its class to ``isinstance``. ``restore()``, or leaving
@@ -94,6 +100,8 @@ def accelerate(
         "buckets": buckets if buckets is None else ladder("buckets", buckets),
         "on_failure": on_failure,
         "device": device,
+        "max_context": None if max_context is None else whole_number("max_context", max_context, 1, " of tokens"),
+        "memory_budget": None if memory_budget is None else whole_number("memory_budget", memory_budget, 1, " of bytes"),
     }
     before = handle_of(served)
     if before is not None and before.module is whole:

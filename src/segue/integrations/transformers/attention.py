@@ -28,7 +28,7 @@ NAME = "segue"  # the attention implementation, while a decoder's body runs
 # can't be shared, since some tensor among them is the layer's own, or has the shape of its keys.
 _initialized: dict[tuple[torch.dtype, torch.dtype, torch.device, Any], dict[str, Any] | None] = {}
 # Arguments of an attention function that belong to the running forward. A break would bind those of the first call.
-_LIVE = ("position_ids", "use_cache")
+LIVE = ("position_ids", "use_cache")
 
 
 class AttentionName:
@@ -142,7 +142,7 @@ def attention_forward(
     if _redirect.to is not None:
         out, weights = _redirect.to(module, query, key, value, **options)
         return as_input(out), weights
-    for name in _LIVE:
+    for name in LIVE:
         options.pop(name, None)
     return attend(query, key, value, module, **options), None
 

@@ -42,6 +42,15 @@ class CompiledLayers:
         return next((compiled.failed for _, compiled in self._forwards if compiled.failed), "")
 
     @contextmanager
+    def as_they_are(self) -> Iterator[None]:
+        """Within this block the layers run as their Python, in a body too."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    @contextmanager
     def active(self) -> Iterator[None]:
         """Within this block the decoder's layers run compiled, once that is :attr:`enabled`; before, as they are."""
         if not self.enabled:

@@ -11,10 +11,11 @@ class CountedBreakable(Breakable):
     Args:
         captured: where, by bucket.
         whole: the forwards have no breaks on purpose.
+        name: under which replays are counted.
     """
 
-    def __init__(self, captured: dict[int, tuple[int, int]], whole: bool = False) -> None:
-        self.captured, self.whole = captured, whole
+    def __init__(self, captured: dict[int, tuple[int, int]], whole: bool = False, name: str = Breakable.name) -> None:
+        self.captured, self.whole, self.name = captured, whole, name
 
     def capture(self, job: Job) -> CapturedForward:
         """Run the forward once for real while recording it, as :class:`Breakable` does."""

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from segue.integrations.transformers import names, reasons
 
+HIDDEN_STATES = reasons.requested_output("output_hidden_states")
+
 
 @dataclass(slots=True)
 class DecoderCall:
@@ -26,6 +28,7 @@ class DecoderCall:
     return_dict: bool
     batch: int
     length: int
+    hidden_states: bool = False  # the caller wants those of all layers too
 
     @property
     def tokens(self) -> int:
@@ -69,15 +72,17 @@ class DecoderCallReader:
         if not all(t is None or isinstance(t, Tensor) for t in (ids, embeds, positions)):
             return reasons.NO_TENSOR
         shape = ids.shape if ids is not None else embeds.shape[:-1]
+        asked = requested_output({**given, **rest}, self._config)
+        states = asked is HIDDEN_STATES
         reason = (
-            requested_output({**given, **rest}, self._config)
+            (None if states else asked)
             or self._unknown({**given, **rest})
             or _shapes(shape, positions)
             or self._mask(mask)
             or self._cache(cache, use_cache)
         )
         return reason or DecoderCall(
-            ids, embeds, mask, positions, cache, use_cache, return_dict is not False, int(shape[0]), int(shape[1])
+            ids, embeds, mask, positions, cache, use_cache, return_dict is not False, int(shape[0]), int(shape[1]), states
         )
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -114,12 +119,19 @@ class DecoderCallReader:
 
 
 def requested_output(kwargs: Mapping[str, Any], config: Any) -> str | None:
-    """The reason why a call runs untouched that asks for what only the modules inside the decoder see; None if it doesn't."""
-    for name in ("output_hidden_states", "output_attentions"):
-        if kwargs.get(name, getattr(config, name, False)):
-            return reasons.requested_output(name)
-    asked = (k for k, v in kwargs.items() if k.startswith("output_") and v)
-    return next(map(reasons.requested_output, asked), None)
+    """The reason why a call runs untouched that asks for what only the modules inside the decoder see; None if it doesn't.
+
+    :data:`HIDDEN_STATES`, that very object, if it asks for all hidden states and nothing else: graphs may serve that.
+    """
+    if kwargs.get("output_attentions", getattr(config, "output_attentions", False)):
+        return reasons.requested_output("output_attentions")
+    states = kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False))
+    asked = (k for k, v in kwargs.items() if k.startswith("output_") and v and k != "output_hidden_states")
+    if (other := next(asked, None)) is not None:
+        return reasons.requested_output(other)
+    if states is True:
+        return HIDDEN_STATES
+    return reasons.requested_output("output_hidden_states") if states else None
 
 
 def _shapes(shape: torch.Size, positions: Any) -> str | None:

@@ -61,16 +61,26 @@ class Body:
         self.places = Places(self.decoder, outside=outside, also=("is_causal",), once=True)
 
     def __call__(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        return self._run(x, position_ids).last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def states(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+        """The hidden states of all layers, as the forward gives them, [N, D] each, and last what :meth:`__call__` gives."""
+        out = self._run(x, position_ids, output_hidden_states=True)
+        *others, last = out.hidden_states
+        found = others if last is out.last_hidden_state else [*others, last]
+        return tuple(t[0] for t in (*found, out.last_hidden_state))
+
+    def _run(self, x: Tensor, position_ids: Tensor, **asks: bool) -> Any:
         compiled = nullcontext() if self._layers is None else self._layers.active()
         with self._implementation.segue(), self._breaks.active(), compiled:
-            out = self._forward(
+            return self._forward(
                 inputs_embeds=x[None],
                 position_ids=position_ids[None],
                 attention_mask=None,
                 use_cache=False,
                 return_dict=True,
+                **asks,
             )
-        return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
 class ForwardPatch:

@@ -16,8 +16,10 @@ from segue.integrations.transformers import reasons
 MASK = "attention_mask"
 SIDES = ("token_type_ids", "position_ids")  # [batch, tokens], beside the main input and the mask
 # Arguments that change nothing when they are False.
-_ABSENT_WHEN_FALSE = ("output_attentions", "output_hidden_states", "use_cache")
-_RECORDED = ("output_hidden_states", "output_attentions")
+_ABSENT_WHEN_FALSE = ("output_attentions", "use_cache")
+_STATES = "output_hidden_states"
+_READ = ("return_dict", _STATES)
+STATES = "hidden_states"  # of an output
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Boundary:
         fields: names of the tensors in that, with the dimension that has one row a token, if any.
         example: makes a main input of so many rows and tokens from a generator.
         host_made: the forward makes tensors on the host and copies them, which no graph can hold. They go on the device.
+        hidden_states: its forward is asked for those of all layers too. They are fields of their own, numbered.
     """
 
     module: Any
@@ -48,6 +51,7 @@ class Boundary:
     fields: Mapping[str, int | None]
     example: Callable[[int, int, torch.Generator], Tensor] = field(repr=False)
     host_made: bool = False
+    hidden_states: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -63,6 +67,19 @@ class Boundary:
     def ones(self, main: Tensor) -> Tensor:
         """The mask of a call that gives none."""
         return torch.ones(main.shape[:2], dtype=self.mask, device=main.device)
+
+    def parts_of(self, out: Any) -> dict[str, Any]:
+        """What an output holds, by field. Hidden states that the config alone asks for are none."""
+        parts = dict(out)
+        states = parts.pop(STATES, None) or ()
+        return parts | {f"{STATES}.{i}": t for i, t in enumerate(states if self.hidden_states else ())}
+
+    def output_of(self, tensors: Sequence[Tensor]) -> Any:
+        """The output that holds these tensors, one for each of its fields."""
+        parts: dict[str, Any] = dict(zip(self.fields, tensors, strict=True))
+        if self.hidden_states:
+            parts[STATES] = tuple(parts.pop(name) for name in self.fields if name.startswith(f"{STATES}."))
+        return self.output(**parts)
 
     @property
     def where(self) -> str:
@@ -82,10 +99,12 @@ class EncoderCall:
     return_dict: bool
     batch: int
     length: int
+    hidden_states: bool = False  # the caller wants those of all layers too
 
     def part(self, begin: int, end: int) -> EncoderCall:
         """Some of its rows."""
-        return EncoderCall({k: t[begin:end] for k, t in self.tensors.items()}, self.return_dict, end - begin, self.length)
+        tensors = {k: t[begin:end] for k, t in self.tensors.items()}
+        return EncoderCall(tensors, self.return_dict, end - begin, self.length, self.hidden_states)
 
 
 class EncoderCallReader:
@@ -106,10 +125,11 @@ class EncoderCallReader:
         return_dict = given.get("return_dict")
         if return_dict is None:
             return_dict = self._config.get("return_dict", True)
-        for name in _RECORDED:
-            wanted = given.get(name)
-            if self._config.get(name, False) if wanted is None else wanted:
-                return reasons.requested_output(name)
+        if self._wants("output_attentions", given):
+            return reasons.requested_output("output_attentions")
+        states = self._wants(_STATES, given)
+        if states and states is not True:
+            return reasons.requested_output(_STATES)
         tensors: dict[str, Tensor] = {}
         for name, value in given.items():
             if name in self._names:
@@ -117,12 +137,19 @@ class EncoderCallReader:
                     tensors[name] = value
                 elif value is not None:
                     return reasons.not_a_tensor(name)
-            elif value is not None and name != "return_dict" and not (value is False and name in _ABSENT_WHEN_FALSE):
+            elif value is not None and name not in _READ and not (value is False and name in _ABSENT_WHEN_FALSE):
                 return reasons.unknown_argument(name)
         main = tensors.get(self._names[0])
         if main is None:
             return reasons.without(self._names[0])
-        return self._shaped(main, tensors, bool(return_dict))
+        call = self._shaped(main, tensors, bool(return_dict))
+        if states and isinstance(call, EncoderCall):
+            call.hidden_states = True
+        return call
+
+    def _wants(self, name: str, given: Mapping[str, Any]) -> Any:
+        wanted = given.get(name)
+        return self._config.get(name, False) if wanted is None else wanted
 
     def _shaped(self, main: Tensor, tensors: dict[str, Tensor], return_dict: bool) -> EncoderCall | str:
         shape, boundary = main.shape, self._boundary

@@ -42,12 +42,14 @@ class EncoderBody:
     def __call__(self, **tensors: Tensor) -> tuple[Tensor, ...]:
         with nullcontext() if self._layers is None else self._layers.active():
             out = run_traced(self._boundary, tensors)
-        return tuple(out[name] for name in self._boundary.fields)
+        parts = self._boundary.parts_of(out)
+        return tuple(parts[name] for name in self._boundary.fields)
 
 
 def run_plain(boundary: Boundary, tensors: dict[str, Tensor]) -> Any:
     """What the boundary's own forward returns."""
-    return boundary.forward(**tensors, **({"return_dict": True} if boundary.return_dict else {}))
+    asks = {"output_hidden_states": True} if boundary.hidden_states else {}
+    return boundary.forward(**tensors, **({"return_dict": True} if boundary.return_dict else {}), **asks)
 
 
 def run_traced(boundary: Boundary, tensors: dict[str, Tensor]) -> Any:

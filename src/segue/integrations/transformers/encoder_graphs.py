@@ -17,7 +17,8 @@ from segue.integrations.transformers.counted_captures import CountedBreakable
 from segue.integrations.transformers.encoder_buckets import EncoderGrid
 from segue.integrations.transformers.encoder_calls import MASK, Boundary, EncoderCall, padded
 from segue.integrations.transformers.encoder_forward import EncoderBody
-from segue.runner import GraphRunner, Input, Stats
+from segue.integrations.transformers.hidden_states import NAME
+from segue.runner import Breakable, GraphRunner, Input, Stats
 
 Run = Callable[[GraphRunner, Sequence[Tensor]], tuple[Tensor, ...]]
 _MOST_SHAPES = 64
@@ -43,6 +44,7 @@ class _Shape:
     length: int
     single: bool
     captured: dict[int, tuple[int, int]]  # segments and breaks by bucket
+    cuts: Sequence[int | None]  # the dimension of each output that has one row a token
 
     def tokens(self, bucket: int) -> int:
         """Tokens of a bucket, padding included; rows, where rows have no tokens."""
@@ -74,7 +76,7 @@ class EncoderGraphs:
     ) -> None:
         self._boundary, self._grid, self._places, self._layers = boundary, grid, places, layers
         self._on_failure, self._device = on_failure, device
-        self._cuts = list(boundary.fields.values())
+        self.with_states: Boundary | None = None  # what is captured where the hidden states of all layers are asked for
         self._shapes: dict[tuple[Any, ...], _Shape] = {}
         self._past: list[Stats] = []  # of runners that were closed
         self._rows = self._padded = 0  # tokens of all buckets that served, and how many of them were padding
@@ -184,7 +186,7 @@ class EncoderGraphs:
             outs: Sequence[Tensor] = run(shape.runner, list(call.tensors.values()))
         else:
             own = torch.contiguous_format  # as the untouched forward's are
-            whole = zip(run(shape.runner, padded(call, shape.length, self._boundary.pads)), self._cuts, strict=True)
+            whole = zip(run(shape.runner, padded(call, shape.length, self._boundary.pads)), shape.cuts, strict=True)
             outs = [t if d is None else t.narrow(d, 0, call.length).clone(memory_format=own) for t, d in whole]
         if run is by_runner:
             self._count(call, shape)
@@ -204,7 +206,8 @@ class EncoderGraphs:
         length = 0 if call.batch == 1 else self._length(call)
         skip = 2 if call.length else 1
         single = call.batch == 1 and call.length > 0
-        return (length, single, *[(name, t.dtype, t.shape[skip:]) for name, t in call.tensors.items()]), length
+        kind = length, single, call.hidden_states
+        return (*kind, *[(name, t.dtype, t.shape[skip:]) for name, t in call.tensors.items()]), length
 
     def _shape(self, call: EncoderCall) -> _Shape:
         key, length = self._key(call)
@@ -212,21 +215,27 @@ class EncoderGraphs:
         if found is None:
             if len(self._shapes) >= _MOST_SHAPES:
                 raise TooManyShapes
-            found = self._shapes[key] = self._new_shape(list(call.tensors), length, call.batch == 1 and call.length > 0)
+            found = self._shapes[key] = self._new_shape(call, length)
         return found
 
-    def _new_shape(self, names: Sequence[str], length: int, single: bool) -> _Shape:
+    def _new_shape(self, call: EncoderCall, length: int) -> _Shape:
+        names, single = list(call.tensors), call.batch == 1 and call.length > 0
+        boundary, name = self._boundary, Breakable.name
+        if call.hidden_states:
+            assert self.with_states is not None
+            boundary, name = self.with_states, NAME
+        cuts = tuple(boundary.fields.values())
         captured: dict[int, tuple[int, int]] = {}
         # Tokens that pad a row are masked. Rows that pad a batch are read by nobody, and attend to themselves.
         pads = self._boundary.pads if single else {**self._boundary.pads, MASK: 1}
         runner = GraphRunner(
-            EncoderBody(self._boundary, names, self._places, self._layers),
+            EncoderBody(boundary, names, self._places, self._layers),
             inputs={name: Input(token_dim=int(single), pad=pads[name]) for name in names},
             buckets=self._grid.lengths if single else self._grid.rows(length),
-            output_token_dim=tuple(self._cuts) if single else (0,) * len(self._cuts),
+            output_token_dim=cuts if single else (0,) * len(cuts),
             on_failure=self._on_failure,
             device=self._device,
-            strategies=[CountedBreakable(captured, whole=True)],
+            strategies=[CountedBreakable(captured, whole=True, name=name)],
             progress=False,
         )
-        return _Shape(runner, length, single, captured)
+        return _Shape(runner, length, single, captured, cuts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,13 +17,14 @@ from segue.capture.decisions import acting_hooks
 from segue.capture.isolation import collected_once
 from segue.capture.modes import CallerModes, modes_now
 from segue.errors import StateChangedError, UsageError
-from segue.integrations.transformers import checks, encoder_probe, reasons
+from segue.integrations.transformers import checks, encoder_probe, names, reasons
 from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.decoder_forward import ForwardPatch
 from segue.integrations.transformers.encoder_buckets import EncoderGrid
 from segue.integrations.transformers.encoder_calls import SIDES, Boundary, EncoderCall, EncoderCallReader
 from segue.integrations.transformers.encoder_forward import EncoderBody, places_of
 from segue.integrations.transformers.encoder_graphs import EncoderGraphs, Run, TooManyShapes, by_runner
+from segue.integrations.transformers.hidden_states import NAME as HIDDEN_STATES
 from segue.integrations.transformers.serving_handle import ServingHandle
 from segue.integrations.transformers.training_modes import TrainingModes
 from segue.integrations.transformers.weights import Weights
@@ -61,6 +62,8 @@ class EncoderHandle(ServingHandle):
         buckets: Ladder | Iterable[int] | None,
         on_failure: Literal["raise", "eager"],
         device: str | Device | None,
+        max_context: int | None,
+        memory_budget: int | None,
     ) -> None:
         checks.check_mode(self._model, self._model)
         self._device = checks.device_of(self._model)
@@ -83,6 +86,7 @@ class EncoderHandle(ServingHandle):
         self._compiled = CompiledLayers(inside, _parts(inside), on_failure) if compile else None
         self._reader = EncoderCallReader(boundary, self._model.config)
         before = vars(self).get("_graphs")
+        self._no_states: Reason | None = None  # why no graphs give the hidden states of all layers
         self._graphs = EncoderGraphs(boundary, self._grid, self._places, self._compiled, on_failure, self._asked_device, before)
         self._accept_caller_modes()
 
@@ -96,8 +100,9 @@ class EncoderHandle(ServingHandle):
 
     @property
     def strategies(self) -> Mapping[str, str]:
-        """The whole forward in one graph."""
-        return {"whole forward": ""}
+        """The whole forward in one graph; with the hidden states of all layers, once they were asked for."""
+        asked = {} if self._graphs.with_states is None else {HIDDEN_STATES: ""}
+        return {"whole forward": "", **asked, **({} if self._no_states is None else {HIDDEN_STATES: self._no_states})}
 
     @property
     def boundaries(self) -> tuple[str, ...]:
@@ -121,10 +126,10 @@ class EncoderHandle(ServingHandle):
             if environment.disabled():
                 return CaptureSummary((), 0, 0, 0.0, Cost(0, 0))
             self._compile()
-            names = [name for name in self._boundary.names if name not in SIDES or self._is_usual(name)]
+            usual = [name for name in self._boundary.names if name not in SIDES or self._is_usual(name)]
             progress = Progress(0, True)
             with progress.showing():
-                for bucket in self._graphs.capture(names):
+                for bucket in self._graphs.capture(usual):
                     progress.bucket(bucket, _torch.free_bytes(self._device))
             stats = self._graphs.stats(Counter())
             summary = CaptureSummary(
@@ -168,6 +173,7 @@ class EncoderHandle(ServingHandle):
                 call = reader.read((), {boundary.main: given})
                 if isinstance(call, str):
                     raise UsageError(call)
+                call.hidden_states = False  # it is the boundary that is asked for them, whatever the config does
                 with torch.inference_mode():
                     got = graphs.run(call)
                     encoder_probe.check_replay(boundary, got, given)
@@ -188,14 +194,33 @@ class EncoderHandle(ServingHandle):
                     return self._serve_alone(args, kwargs)
                 return self._untouched_forward(changed, args, kwargs)
             self._compile()
+            if call.hidden_states and (why_not := self._find_states()) is not None:
+                return self._untouched_forward(why_not, args, kwargs)
         try:
             outs = self._graphs.run(call, run)
         except TooManyShapes:
             return self._untouched_forward(reasons.SHAPES, args, kwargs)
         except StateChangedError as e:  # found while the graph ran, which has left nothing
             return self._untouched_forward(self._changed() or reasons.changed(e.change, self._boundary.module), args, kwargs)
-        out = self._boundary.output(**dict(zip(self._boundary.fields, outs, strict=True)))
+        boundary = self._graphs.with_states if call.hidden_states else self._boundary
+        assert boundary is not None
+        out = boundary.output_of(outs)
         return out if call.return_dict else out.to_tuple()
+
+    def _find_states(self) -> Reason | None:
+        """Prove that graphs give the hidden states of all layers too, when they are first asked for. Returns why they don't."""
+        if self._graphs.with_states is None and self._no_states is None:
+            try:
+                with names.unrecorded(), nullcontext() if self._compiled is None else self._compiled.as_they_are():
+                    boundary = encoder_probe.with_hidden_states(self._boundary, self._model.config)
+                    self._try(boundary)
+            except Exception as e:  # whatever it is that this forward doesn't do
+                self._no_states = reasons.no_hidden_states(str(e))
+            else:
+                if self._compiled is not None:
+                    self._compile_by(self._compiled, boundary)
+                self._graphs.with_states = boundary
+        return self._no_states
 
     def _reason(self, call: EncoderCall) -> Reason | None:
         """Why no graph may serve a call; None if one may."""
@@ -221,13 +246,18 @@ class EncoderHandle(ServingHandle):
         layers = self._compiled
         if layers is None or layers.enabled:
             return
-        layers.enabled, size = True, layers.tokens_to_compile_at
+        layers.enabled = True
+        self._compile_by(layers, self._boundary)
+
+    def _compile_by(self, layers: CompiledLayers, boundary: Boundary) -> None:
+        """Compile the layers as the forward of ``boundary`` calls them."""
+        size = layers.tokens_to_compile_at
         tokens = 0 if self._boundary.mask is None else min(size, self._grid.lengths.max)  # images have as many as they have
-        names = [name for name in self._boundary.names if name not in SIDES or self._is_usual(name)]
-        body = EncoderBody(self._boundary, names, self._places, layers)
+        usual = [name for name in self._boundary.names if name not in SIDES or self._is_usual(name)]
+        body = EncoderBody(boundary, usual, self._places, layers)
         with torch.inference_mode():
             for rows in (1, size + 4):
-                body(**self._graphs.example(names, rows, tokens).tensors)
+                body(**self._graphs.example(usual, rows, tokens).tensors)
 
     def _compiling(self, summary: CaptureSummary) -> str:
         return "" if self._compiled is None else f"; {summary.compile_seconds:.1f} s of it compiling"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from segue.errors import CaptureError, SegueError, UsageError
 from segue.integrations.transformers.decoder_forward import ForwardPatch, own_forward
-from segue.integrations.transformers.encoder_calls import MASK, SIDES, Boundary, EncoderCall, padded
+from segue.integrations.transformers.encoder_calls import MASK, SIDES, STATES, Boundary, EncoderCall, padded
 from segue.integrations.transformers.encoder_forward import run_plain, run_traced
 from segue.integrations.transformers.probe import exact_products
 from segue.runner.write_log import generators_kept
@@ -45,7 +45,7 @@ def is_encoder(model: Any) -> bool:
                 out = forward(_example(model)(1, 3, _generator()), return_dict=True, **asks)
         except Exception:
             continue
-        return isinstance(out, dict) and all(isinstance(value, Tensor) for value in out.values())
+        return isinstance(out, dict) and all(isinstance(value, Tensor) for name, value in out.items() if name != STATES)
     return not hasattr(model.config, "use_cache")  # it takes more than tokens
 
 
@@ -89,13 +89,33 @@ def _captured(boundary: Boundary, trial: Callable[[Boundary], None]) -> Boundary
     return boundary
 
 
+def with_hidden_states(boundary: Boundary, config: Any) -> Boundary:
+    """The boundary whose forward gives the hidden states of all layers too, compared with its unpadded forward.
+
+    Raises:
+        UsageError: they differ, or its forward gives none. What the forward raises.
+    """
+    exact = _Exact(boundary.module)
+    with torch.no_grad(), generators_kept(_device(boundary.module)):
+        kind, fields = _fields(replace(boundary, hidden_states=True), exact)
+        shown = replace(boundary, hidden_states=True, output=kind, fields=fields)
+        if fields.keys() <= boundary.fields.keys():
+            raise UsageError("its forward gives none")
+        for rows, tokens, room in _SHAPES:
+            _compare(shown, exact, rows, tokens, room, {})
+        for side in boundary.sides:
+            if not _serves(shown, exact, side, config):
+                raise UsageError(f"with {side} and padding they differ")
+    return shown
+
+
 def check_replay(boundary: Boundary, got: Sequence[Tensor], given: Tensor) -> None:
     """Compare what graphs gave for a main input with the boundary's own forward, as far as the dtype allows.
 
     Raises:
         UsageError: they differ.
     """
-    want = run_plain(boundary, {boundary.main: given})
+    want = boundary.parts_of(run_plain(boundary, {boundary.main: given}))
     for name, t in zip(boundary.fields, got, strict=True):
         scale, off = max(want[name].abs().max().item(), 1e-6), (t - want[name]).abs().max().item()
         if not off <= _OF_DTYPE.get(t.dtype, 1e-1) * scale:
@@ -197,8 +217,9 @@ def _fields(boundary: Boundary, exact: _Exact) -> tuple[Any, dict[str, int | Non
     if not isinstance(first, dict):
         raise UsageError(f"its forward returns a {type(first).__name__} instead of a ModelOutput")
     fields: dict[str, int | None] = {}
-    for name, t in first.items():
-        u = other.get(name)
+    others = boundary.parts_of(other)
+    for name, t in boundary.parts_of(first).items():
+        u = others.get(name)
         if not isinstance(t, Tensor) or not isinstance(u, Tensor) or t.dim() != u.dim():
             raise UsageError(f"its output's {name} is a {type(t).__name__}, and a graph gives tensors")
         if t.dim() == 0 or (t.shape[0], u.shape[0]) != (rows, more_rows):
@@ -243,6 +264,7 @@ def _compare(boundary: Boundary, exact: _Exact, rows: int, tokens: int, room: in
         more = {k: torch.cat([t, t[:1]]) for k, t in call.tensors.items()}
         wide = EncoderCall(more, True, rows + 1, call.length)
         got = exact(boundary, dict(zip(more, padded(wide, room if call.length else 0, boundary.pads), strict=True)), traced=True)
+        want, got = boundary.parts_of(want), boundary.parts_of(got)
         for name, dim in boundary.fields.items():
             _check(name, dim, got[name], want[name], mask, tokens)
 

@@ -6,10 +6,10 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from segue import _torch, _torch_modes
@@ -23,14 +23,17 @@ from segue.integrations.transformers.argument_names import ArgumentNames
 from segue.integrations.transformers.attention import NAME, AttentionName, LiveContext, attention_forward
 from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.counted_captures import CountedBreakable
+from segue.integrations.transformers.decode_server import DecodeServer, NoDecode
 from segue.integrations.transformers.decoder_calls import DecoderCall, DecoderCallReader
 from segue.integrations.transformers.decoder_forward import Body, ForwardPatch, own_forward
 from segue.integrations.transformers.decoder_parts import DecoderParts
 from segue.integrations.transformers.default_buckets import buckets_or_default
-from segue.integrations.transformers.first_token_server import FirstTokenServer, NoFirstToken
+from segue.integrations.transformers.first_token_server import FirstTokenServer
+from segue.integrations.transformers.hidden_states import NAME as HIDDEN_STATES
 from segue.integrations.transformers.layer_calls import NotSeen
 from segue.integrations.transformers.module_breaks import ModuleBreaks
-from segue.integrations.transformers.prime_first_token import asks_for_one_row, has_own_forward
+from segue.integrations.transformers.plain_head import NoPlainHead, PlainHead
+from segue.integrations.transformers.prime_first_token import asks_for_one_row, has_own_forward, is_first_token, is_step
 from segue.integrations.transformers.prime_ladder import capture_primes
 from segue.integrations.transformers.prime_trunk import not_causal
 from segue.integrations.transformers.probe import check_whole_forward
@@ -73,6 +76,8 @@ class Accelerated(ProvenHandle):
         buckets: Ladder | Iterable[int] | None,
         on_failure: Literal["raise", "eager"],
         device: str | Device | None,
+        max_context: int | None,
+        memory_budget: int | None,
     ) -> None:
         from transformers import AttentionInterface
 
@@ -94,11 +99,14 @@ class Accelerated(ProvenHandle):
         AttentionInterface.register(NAME, attention_forward)
         self._why_not: dict[str, str] = {}  # strategies that this model can't have
         self._prime: PrimeStrategy | None = None
+        self._decode: DecodeServer | None = None
+        self._head: PlainHead | None = None
         self._asked_device = self._device if device is None else device
         self._refuse_elsewhere(resolve(self._asked_device).torch_device, self._device)
         self._find_out()
         self._accept_caller_modes()
         self._strategy = CountedBreakable({})
+        self._states = None
         ladder = buckets_or_default(buckets, max_tokens, self._compiled is not None)
         self._prime = self._prime_strategy(strategy, ladder.max)
         runner = GraphRunner(
@@ -111,21 +119,33 @@ class Accelerated(ProvenHandle):
             strategies=[*([self._prime] if self._prime else []), self._strategy],
         )
         self._run_by(runner, self._device)
-        if self._prime is not None and self._may_serve_model and len(self._patches) == 1:
+        self._head = self._plain_head()
+        if self._head is not None and strategy != "breakable" and len(self._patches) == 1:
             self._patches = [*self._patches, ForwardPatch(model, self._serve_model)]
         self._first_tokens = self._first_token_server(runner)
+        self._decode = self._decode_server(strategy, runner, max_context=max_context, budget=memory_budget)
 
     @property
     def stats(self) -> Stats:
         """The runner's counts, with the forwards that ran untouched under ``eager`` and ``reasons``, and all graphs' buckets."""
         stats = self._runner.stats
-        first = () if self._first_tokens is None else self._first_tokens.graphs.captured
-        return dataclasses.replace(stats, buckets=tuple(sorted({*stats.buckets, *first})))
+        buckets, driver = {*stats.buckets}, stats.driver_bytes
+        if self._first_tokens is not None:
+            buckets.update(self._first_tokens.graphs.captured)
+        if self._states is not None:
+            buckets.update(self._states.graphs.captured)
+            driver += self._states.runner.stats.driver_bytes
+        return dataclasses.replace(stats, buckets=tuple(sorted(buckets)), driver_bytes=driver)
 
     @property
     def strategies(self) -> Mapping[str, str]:
-        """How forwards are served, by name of the strategy: empty where it is used, otherwise why this model can't have it."""
-        return {"breakable": "", "prime": "", "first token": "", **self._why_not}
+        """How forwards are served, by name of the strategy: empty where it is used, otherwise why this model can't have it.
+
+        Whether hidden states of all layers are is found out when they are first asked for.
+        """
+        full = {} if self._decode is None else {"full": self._decode.why_not}
+        asked = {} if self._states is None else {HIDDEN_STATES: ""}
+        return {"breakable": "", "prime": "", "first token": "", **full, **asked, **self._why_not}
 
     @property
     def boundaries(self) -> tuple[str, ...]:
@@ -137,7 +157,7 @@ class Accelerated(ProvenHandle):
     def scratch_bytes(self) -> int:
         """Bytes of the scratch caches that prime graphs fill, beside the graphs' own memory."""
         first = None if self._first_tokens is None else self._first_tokens.graphs
-        return sum(part.scratch_bytes for part in (self._prime, first) if part is not None)
+        return sum(part.scratch_bytes for part in (self._prime, first, self._decode) if part is not None)
 
     def capture(self) -> CaptureSummary:
         """Capture the whole ladder now, largest bucket first, instead of each bucket at its second call.
@@ -155,7 +175,7 @@ class Accelerated(ProvenHandle):
             start, compiled = time.perf_counter(), self._compile_seconds
             self._compile()
             summary = self._runner.capture(*inputs, ctx=ctx)
-            more = [] if (primes := self._capture_primes(inputs[0])) is None else [primes]
+            more = [text for text in (self._capture_primes(inputs[0]), self._capture_steps()) if text is not None]
             seconds, compiling = time.perf_counter() - start, self._compile_seconds - compiled
             if self._compiled is not None:
                 more.append(f"in all {seconds:.1f} s, of which {compiling:.1f} s compiling")
@@ -168,6 +188,14 @@ class Accelerated(ProvenHandle):
         bucket = self._runner.admit(tokens).bucket
         return bucket, *self._strategy.captured.get(bucket or 0, (0, 0))
 
+    def _capture_steps(self) -> str | None:
+        """Capture the full graphs of small batches. Returns what was done, as text."""
+        if self._decode is None or self._runner.disabled:
+            return None
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        cache = getattr(self._forward(input_ids=ids, use_cache=True, return_dict=True), self._reader.cache_name)
+        return self._decode.capture(cache, self._runner.ladder.max)
+
     def _live_modules(self) -> list[str]:
         """The modules that are breaks, whole or but for their projections, by class."""
         whole = {id(each.module) for each in self._breaks}
@@ -176,7 +204,9 @@ class Accelerated(ProvenHandle):
         return found + [f"{count} {name}" for name, count in Counter(type(each.module).__name__ for each in self._breaks).items()]
 
     def _owners(self) -> Sequence[Any]:
-        return [self._runner] if self._first_tokens is None else [self._first_tokens.graphs, self._runner]
+        first = None if self._first_tokens is None else self._first_tokens.graphs
+        states = None if self._states is None else self._states.runner
+        return [owner for owner in (self._decode, first, states, self._runner) if owner is not None]
 
     def _reference(self) -> Callable[..., Any]:
         return self._runner.reference
@@ -200,19 +230,12 @@ class Accelerated(ProvenHandle):
         """Take the caller's modes as they are now for those of all captures. Calls under others run untouched."""
         kind, read = self._device.type, {_torch_modes.DEFAULT_DTYPE.name}
         self._caller_modes = CallerModes(kind, modes_now(kind), read)
-        # What prime graphs hold of attention, and breaks use live.
-        self._backends, self._kernel = _torch_modes.ATTENTION.read(), F.scaled_dot_product_attention
-        self._attends = names.attention_function(self._attention_module, self._implementation.name)
-
-    def _attention_as_captured(self, function: Any = None) -> bool:
-        """Whether attention is what it was at the captures. ``function``: the model's own, if it is known."""
-        function = function or names.attention_function(self._attention_module, self._implementation.name)
-        same = function is self._attends and self._kernel is F.scaled_dot_product_attention
-        return same and _torch_modes.ATTENTION.read() == self._backends
+        self._attention = prime_admission.HeldAttention(self._attention_module, self._implementation)
 
     def _any_captured(self) -> bool:
-        first, prime = self._first_tokens, self._prime
-        return bool(self._strategy.captured or (prime and prime.captured) or (first and first.graphs.captured))
+        first = self._first_tokens and self._first_tokens.graphs
+        parts = (self._strategy, self._prime, self._decode, first, self._states and self._states.graphs)
+        return any(part and part.captured for part in parts)
 
     def _serve_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._reader.read(args, kwargs)
@@ -224,17 +247,30 @@ class Accelerated(ProvenHandle):
             return self._untouched_forward(reasons.other_depth(layers, self._layers), args, kwargs)
         if (other := self._other_mode()) is not None:
             return self._untouched_forward(other, args, kwargs)
+        if self._decode is not None and self._head is None and is_step(call) and (hidden := self._step(call)) is not None:
+            if isinstance(hidden, Reason):
+                return self._untouched_forward(hidden, args, kwargs)
+            return self._output(last_hidden_state=hidden[:, None], **{self._reader.cache_name: call.cache})
         decision = self._runner.admit(call.tokens)
         if decision.bucket is None:
             return self._untouched_forward(decision.reason, args, kwargs)
-        replays = self._here.run is None and decision.bucket in self._strategy.captured
+        run, recorded = self._here.run, self._states
+        graphs = self._strategy if not call.hidden_states else None if recorded is None else recorded.graphs
+        replays = run is None and graphs is not None and decision.bucket in graphs.captured
         if not replays and (changed := self._changed()) is not None:
             if self._takes_in(changed):
                 return self._serve_alone(args, kwargs)
             return self._untouched_forward(changed, args, kwargs)
         self._compile()
+        if call.hidden_states:
+            states = self._hidden_states()
+            if isinstance(states, Reason):
+                return self._untouched_forward(states, args, kwargs)
+            if run is not None and run != self._runner.reference:
+                return self._untouched_forward(reasons.requested_output("output_hidden_states"), args, kwargs)
+            run = states.run if run is None else states.reference
         try:
-            return self._graphed(call, self._here.run, decision)
+            return self._graphed(call, run, decision)
         except StateChangedError as e:  # found while the first segment ran, which has left nothing
             return self._untouched_forward(self._changed() or reasons.changed(e.change, self._decoder), args, kwargs)
         except RunsUntouched as e:
@@ -243,12 +279,12 @@ class Accelerated(ProvenHandle):
             return self._untouched_forward(reasons.layers_called(str(e)), args, kwargs)
 
     def _serve_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of the whole model: the first token of a fresh prompt by one graph, everything else by the model's own forward,
-        whose decoder is served by :meth:`_serve`."""
+        """A call of the whole model: the first token of a fresh prompt, or a step of one token, by one graph; everything else by
+        the model's own forward, whose decoder is served by :meth:`_serve`."""
         given = asks_for_one_row(args, kwargs)
         if given is not None and not torch.compiler.is_compiling() and not _torch.is_tracing():
             with self._one_at_a_time:
-                out = self._first_token(given)
+                out = self._one_row(given)
             if isinstance(out, Reason):
                 self._counters.fell_back(out)
                 with self.untouched():
@@ -257,39 +293,101 @@ class Accelerated(ProvenHandle):
                 return out
         return self._model_forward(*args, **kwargs)
 
-    def _first_token(self, given: dict[str, Any]) -> Any:
-        """The model's output for a fresh prompt, out of one graph; None where that can't serve it, and the decoder's graphs may.
-        A reason where the model must run untouched.
+    def _one_row(self, given: dict[str, Any]) -> Any:
+        """The model's output for a fresh prompt or a step, out of one graph; None where that can't serve it, and the decoder's
+        graphs may. A reason where the model must run untouched.
         """
-        here, server = self._here, self._first_tokens
-        if here.untouched or here.without_prime or here.run is not None or server is None or self._unservable() is not None:
+        here, head = self._here, self._head
+        if here.untouched or head is None or self._unservable() is not None:
             return None
-        call = server.read(given)
-        if (
-            call is None
-            or (torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()))
-            or self._other_mode() is not None
-            or not self._attention_as_captured()
-            or self._layers_to_run() != self._layers
-            or self._implementation.name != "sdpa"
-            or not_causal(self._parts) is not None
-        ):
+        call = head.read(given)
+        if isinstance(call, str):
             return None
-        return server.answer(call, self._changed, self._compile)
+        if is_step(call):
+            if not self._may_hold_all():
+                return None
+            if not head.unchanged():
+                return head.other_weights() if self._any_captured() else None
+            logits = self._step(call)
+            return head.output(logits, call.cache) if isinstance(logits, Tensor) else logits
+        first = self._first_tokens
+        if here.without_prime or here.run is not None or first is None or not is_first_token(call, self._layers):
+            return None
+        if not self._may_hold_all() or self._implementation.name != "sdpa" or not_causal(self._parts) is not None:
+            return None
+        return first.answer(call, self._changed, self._compile)
+
+    def _may_hold_all(self) -> bool:
+        """Whether a graph that holds a whole forward, attention too, does what the modules do now."""
+        return (
+            not (torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()))
+            and self._other_mode() is None
+            and self._attention.unchanged()
+            and self._layers_to_run() == self._layers
+        )
+
+    def _step(self, call: DecoderCall) -> Tensor | Reason | None:
+        """Logits [B, V], or hidden states [B, D] where no graph holds the head, of a step of one token by a full graph. None
+        where the breakable graphs may serve it, which is counted; a reason where the model must run untouched.
+        """
+        decode, run = self._decode, self._here.run
+        if decode is None or (run is not None and run != self._reference()):
+            return None
+        if not decode.captured and self._changed() is not None:
+            return None
+        self._compile()
+        try:
+            out = decode.step(call, reference=run is not None)
+        except StateChangedError as e:
+            return self._changed() or reasons.changed(e.change, self._decoder)
+        if isinstance(out, Reason):
+            self._counters.declined[f"full: {out}"] += 1
+            return None
+        return out
+
+    def _plain_head(self) -> PlainHead | None:
+        """The model's head, where graphs may end in its logits."""
+        if not self._may_serve_model:
+            self._why_not["first token"] = "it takes prime graphs, and transformers' own forward around the decoder"
+            return None
+        try:
+            with self.untouched():
+                return PlainHead(self._model, self._model_forward, self._decoder, self._forward, self._patches[0])
+        except NoPlainHead as e:
+            self._why_not["first token"] = str(e)
+            return None
 
     def _first_token_server(self, runner: GraphRunner) -> FirstTokenServer | None:
         """Where prime serves the model and its head is plain: from ids to logits."""
-        if self._prime is None or not self._may_serve_model:
+        if self._prime is None:
             self._why_not["first token"] = "it takes prime graphs, and transformers' own forward around the decoder"
+        if self._prime is None or self._head is None:
             return None
-        model, patch = self._model, self._patches[0]
+        return FirstTokenServer(self._model, self._head, self._parts, self._forward, runner, self._compiled, self._retry)
+
+    def _decode_server(self, strategy: str, runner: GraphRunner, **limits: int | None) -> DecodeServer | None:
+        """Steps of one token by full graphs."""
+        if strategy == "breakable":
+            self._why_not["full"] = 'strategy="breakable" was asked for'
+            return None
+        if self._breaks.modules:
+            self._why_not["full"] = f"a full graph has no breaks, and {type(self._breaks.modules[0]).__name__} is one"
+            return None
         try:
-            with self.untouched():
-                return FirstTokenServer(
-                    model, self._model_forward, self._parts, self._forward, patch, runner, self._compiled, self._retry
-                )
-        except NoFirstToken as e:
-            self._why_not["first token"] = str(e)
+            return DecodeServer(
+                self._body,
+                None if self._head is None else self._model,
+                self._parts,
+                self._forward,
+                self._implementation,
+                runner,
+                read=self._reader.read,
+                run_plain=lambda given: self._graphed(self._reader.read((), given), partial(self._plain, self._body), None, []),
+                compiled=self._compiled is not None,
+                **limits,
+            )
+        except NoDecode as e:
+            self._why_not["full"] = str(e)
             return None
 
     def _layers_to_run(self) -> Any:
@@ -318,8 +416,13 @@ class Accelerated(ProvenHandle):
             hidden = self._runner(x, flat, ctx=ctx, decision=decision)
         else:
             hidden = run(x, flat, ctx=ctx)
-        hidden = hidden.view(call.batch, call.length, -1)
-        out = self._output(last_hidden_state=hidden, **{self._reader.cache_name: cache if call.use_cache else None})
+        more: dict[str, Any] = {}
+        if call.hidden_states:
+            *states, hidden = (t.view(call.batch, call.length, -1) for t in hidden)
+            more["hidden_states"] = (*states, hidden) if self._tied else tuple(states)
+        else:
+            hidden = hidden.view(call.batch, call.length, -1)
+        out = self._output(last_hidden_state=hidden, **{self._reader.cache_name: cache if call.use_cache else None}, **more)
         return out if call.return_dict else out.to_tuple()
 
     def _context(
@@ -338,23 +441,27 @@ class Accelerated(ProvenHandle):
         masked = call.attention_mask is not None
         kept = self._implementation
         ctx = LiveContext(call.batch, call.length, cache, make_masks, masked, function, kept, live, reached=reached)
-        prime = self._prime is not None and not self._here.without_prime and self._attention_as_captured(function)
+        prime = self._prime is not None and not self._here.without_prime and not call.hidden_states
+        prime = prime and self._attention.unchanged(function)
         ctx.fresh = prime and prime_admission.is_fresh(ctx, call.position_ids, self._parts)
         return ctx
 
     def _compile(self) -> None:
-        """Compile the layers, if that is due, by a forward of their own. It has no cache, so it leaves nothing."""
-        layers = self._compiled
-        if layers is None or layers.enabled:
-            return
-        layers.enabled, n = True, layers.tokens_to_compile_at
+        """Compile the layers, if that is due."""
+        if self._compiled is not None and not self._compiled.enabled:
+            self._compiled.enabled = True
+            self._compile_by(self._compiled, self._body)
+
+    def _compile_by(self, layers: CompiledLayers, body: Callable[..., Any]) -> None:
+        """Compile the layers as ``body`` calls them, by a forward of their own. It has no cache, so it leaves nothing."""
+        n = layers.tokens_to_compile_at
         with torch.inference_mode(False), torch.no_grad():  # graphs' inputs are no inference tensors either
             x = self._decoder.get_input_embeddings().weight[:1].expand(n, -1).clone()
             positions = torch.arange(n, device=self._device)
         ctx = self._capture_context(n)
         with torch.inference_mode(), active_forward(ctx), reference_frame(n, n):
             for _ in range(2):  # the second layer's inputs are what the first has made
-                self._body(x, positions)
+                body(x, positions)
 
     @property
     def _compile_seconds(self) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,11 +42,19 @@ class LayersBody(Body):
         self.places = Places(self.decoder, outside=tuple(outside), also=("is_causal",), once=True)
 
     def __call__(self, x: Tensor, rows: Sequence[Tensor] = ()) -> Tensor:  # type: ignore[override]
+        hidden = deque(self._each(x, rows), maxlen=1).pop()  # which holds no other layer's meanwhile
+        return to_rows(hidden, self._arguments.axis, 1, x.shape[0])
+
+    def states(self, x: Tensor, rows: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """What each layer returns, [N, ...]."""
+        return tuple(to_rows(hidden, self._arguments.axis, 1, x.shape[0]) for hidden in self._each(x, rows))
+
+    def _each(self, x: Tensor, rows: Sequence[Tensor]) -> Iterator[Tensor]:
         hidden = from_rows(x, self._arguments.axis)
         with self._implementation.segue(), self._breaks.active():
             for at, layer in enumerate(self._parts.layers):
                 hidden = first_of(layer(hidden, **self._arguments.given(at, rows)))
-        return to_rows(hidden, self._arguments.axis, 1, x.shape[0])
+                yield hidden
 
 
 def pad_of(dtype: torch.dtype) -> float | int:

@@ -16,7 +16,7 @@ from segue.errors import UsageError
 from segue.integrations.transformers import names, reasons
 from segue.integrations.transformers.argument_names import ArgumentNames
 from segue.integrations.transformers.attention import LiveContext
-from segue.integrations.transformers.decoder_calls import requested_output
+from segue.integrations.transformers.decoder_calls import HIDDEN_STATES, requested_output
 from segue.integrations.transformers.handle import Accelerated
 from segue.integrations.transformers.layer_calls import (
     LayerArguments,
@@ -49,6 +49,7 @@ class LayersCall:
     embeds: Tensor | None  # [B, T, D]
     batch: int
     length: int
+    hidden_states: bool  # the caller wants those of all layers too
 
     @property
     def tokens(self) -> int:
@@ -69,7 +70,9 @@ class LayersCallReader:
             given = self._signature.bind(*args, **kwargs).arguments if args else kwargs
         except TypeError:
             return reasons.ARGUMENTS
-        if (asked := requested_output(given, self._config)) is not None:
+        asked = requested_output(given, self._config)
+        states = asked is HIDDEN_STATES and given.get("return_dict", getattr(self._config, "return_dict", True)) is not False
+        if asked is not None and not states:
             return asked
         ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
         tokens = ids if embeds is None else embeds
@@ -80,7 +83,17 @@ class LayersCallReader:
             return reasons.dimensions(len(shape))
         if 0 in shape:
             return reasons.NO_TOKENS
-        return LayersCall(args, kwargs, embeds, int(shape[0]), int(shape[1]))
+        return LayersCall(args, kwargs, embeds, int(shape[0]), int(shape[1]), states)
+
+
+def _filled_in(recorded: tuple[Tensor, ...], outputs: list[Tensor]) -> tuple[Tensor, ...]:
+    """The hidden states of a forward around stubs. All but the last have returned ``outputs[0]``, what the first layer got.
+
+    A family that records no more than results of layers has it once less.
+    """
+    given = outputs[0]
+    shift = len(outputs) - 1 - sum(t is given for t in recorded)
+    return tuple(outputs[at + shift] if t is given else t for at, t in enumerate(recorded))
 
 
 _CHUNK = 3, 4  # batch, and tokens after a prompt; none of them is a number of the prompt's
@@ -171,16 +184,25 @@ class AcceleratedLayers(Accelerated):
     def _graphed(
         self, call: Any, run: Callable[..., Tensor] | None, decision: Decision | None, reached: list[int] | None = None
     ) -> Any:
+        outputs: list[Tensor] = []  # of the layers, where all are asked for; before them what the first one gets
+
         def finish(x: Tensor, calls: list[Named]) -> Tensor:
             self._refuse_gradients(x)
+            for given in calls if call.hidden_states else ():
+                given.pop("output_hidden_states", None)  # which is for what records them around the layers
             inputs, ctx = self._seen(x, calls, call.batch, call.length, reached)
             hidden = self._runner(*inputs, ctx=ctx, decision=decision) if run is None else run(*inputs, ctx=ctx)
-            return from_rows(hidden, self._arguments.axis, call.batch)
+            if not call.hidden_states:
+                return from_rows(hidden, self._arguments.axis, call.batch)
+            outputs.extend([x, *(from_rows(t, self._arguments.axis, call.batch) for t in hidden)])
+            return outputs[-1]
 
         with self._stubs.placed(finish):
             out = self._forward(*call.args, **call.kwargs)
             if not self._stubs.finished:
                 raise NotSeen("the forward doesn't call all of its layers")
+        if call.hidden_states:
+            out["hidden_states"] = _filled_in(out.hidden_states, outputs)
         return out
 
     def _seen(

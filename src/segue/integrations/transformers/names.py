@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import cache_utils, masking_utils
@@ -38,6 +39,22 @@ def make_masks(config: Any, embeds: Any, attention_mask: Any, cache: Any, positi
     )
 
 
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Within this block, in this thread, transformers records nothing for the forward around it, which was asked for what its
+    modules return.
+    """
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    if collector is None:
+        yield
+        return
+    token = collector.set(None)
+    try:
+        yield
+    finally:
+        collector.reset(token)
+
+
 def of_config(config: Any, name: str) -> str:
     """The attribute in which a config of this family keeps what all call ``name``."""
     return getattr(config, "attribute_map", {}).get(name, name)  # type: ignore[no-any-return]
@@ -63,6 +80,11 @@ def copying_cache_layers() -> frozenset[type]:
 def full_cache_layer() -> type[Any]:
     """The exact type of the cache layers that keep every token."""
     return cache_utils.DynamicLayer  # type: ignore[no-any-return]
+
+
+def sliding_cache_layer() -> type[Any]:
+    """The exact type of the cache layers that keep the tokens of a window."""
+    return cache_utils.DynamicSlidingWindowLayer  # type: ignore[no-any-return]
 
 
 def attention_function(module: Any, implementation: str | None) -> Callable[..., Any]:

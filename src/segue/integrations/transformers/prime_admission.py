@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from segue import _torch_modes
 from segue.errors import UsageError
 from segue.integrations.transformers import names
-from segue.integrations.transformers.attention import LiveContext
+from segue.integrations.transformers.attention import AttentionName, LiveContext
 from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.decoder_parts import DecoderParts
 from segue.integrations.transformers.prime_trunk import ModelTrunk, not_causal
@@ -59,6 +61,23 @@ def _prove(trunk: ModelTrunk, parts: DecoderParts, forward: Callable[..., Any]) 
             f"{type(trunk.model).__name__}: in a prompt of {_PROVEN} tokens by a trunk {where}, so prime graphs can't serve it. "
             'Use strategy="breakable"'
         )
+
+
+class HeldAttention:
+    """What prime graphs hold of the attention of ``module``, and breaks use live, as it is when this is made."""
+
+    def __init__(self, module: Any, implementation: AttentionName) -> None:
+        self._module, self._implementation = module, implementation
+        self._backends, self._kernel = _torch_modes.ATTENTION.read(), F.scaled_dot_product_attention
+        self._function = self._function_now()
+
+    def unchanged(self, function: Any = None) -> bool:
+        """Whether it is that still. ``function``: the model's own, if it is known."""
+        same = (function or self._function_now()) is self._function and self._kernel is F.scaled_dot_product_attention
+        return same and _torch_modes.ATTENTION.read() == self._backends
+
+    def _function_now(self) -> Any:
+        return names.attention_function(self._module, self._implementation.name)
 
 
 def is_fresh(ctx: LiveContext, positions: Tensor | None, parts: DecoderParts) -> bool:

@@ -239,7 +239,10 @@ def _says_something(value: Any) -> bool:
 
 def asks_for_one_row(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
     """The decoder's arguments of a call of the outer model that asks for the last row of logits alone; else None."""
-    if len(args) > 1 or (args and "input_ids" in kwargs) or type(keep := kwargs.get("logits_to_keep")) is not int or keep != 1:
+    if len(args) > 1 or (args and "input_ids" in kwargs):
+        return None
+    keep, ids = kwargs.get("logits_to_keep", 0), args[0] if args else kwargs.get("input_ids")
+    if type(keep) is not int or keep not in (0, 1) or (keep == 0 and not _is_one_token(ids)):
         return None
     if kwargs.get("return_dict") is False or any(_says_something(kwargs.get(name)) for name in _SAYS_NOTHING):
         return None
@@ -247,12 +250,25 @@ def asks_for_one_row(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     return {"input_ids": args[0], **given} if args else given
 
 
+def _is_one_token(ids: Any) -> bool:
+    return isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 1
+
+
+def is_step(call: DecoderCall) -> bool:
+    """Whether a call of a decoder is of one token for each sequence of a cache that holds some."""
+    if call.length != 1 or call.hidden_states or call.input_ids is None or call.cache is None:
+        return False
+    if call.input_ids.dtype is not torch.int64:
+        return False
+    return call.use_cache and call.return_dict and bool(getattr(call.cache, "layers", None))
+
+
 def is_first_token(call: DecoderCall, layers: int) -> bool:
     """Whether a call of a decoder of ``layers`` layers is one whole prompt of ids for an empty cache, with nothing masked.
 
     Looking at a mask or at positions waits for the device, which has nothing to do yet.
     """
-    if call.batch != 1 or call.input_ids is None or call.input_ids.dtype is not torch.int64:
+    if call.batch != 1 or call.hidden_states or call.input_ids is None or call.input_ids.dtype is not torch.int64:
         return False
     if not call.use_cache or not call.return_dict or not (call.cache is None or is_empty(call.cache, layers)):
         return False

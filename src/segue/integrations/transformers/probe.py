@@ -71,12 +71,14 @@ def _is_constant(t: Tensor) -> bool:
     return bool((sample == sample.flatten()[0]).all())
 
 
-def difference(forward: Callable[..., Any], decoder: Any, untouched: Forward, ours: Forward) -> str | None:
+def difference(
+    forward: Callable[..., Any], decoder: Any, untouched: Forward, ours: Forward, states: bool = False
+) -> str | None:
     """Where ``ours`` gives something else than ``untouched``, and by how much; None if nowhere.
 
     ``forward`` is that of the untouched ``decoder``. Both get the arguments of one call of it, and return its output. What the
     padding of a sequence holds isn't looked at. What the untouched model can't do itself, such as a chunk of a padded batch, is
-    left out.
+    left out. ``states``: hidden states of all layers are looked at too.
 
     Raises:
         UsageError: the untouched model can't do anything.
@@ -114,7 +116,7 @@ def difference(forward: Callable[..., Any], decoder: Any, untouched: Forward, ou
                 return f"{what} fails: {type(e).__name__}: {e}"
             done += 1
             caches = [getattr(out, cache_name, None) for out in (want, got)]
-            both = (results(out, cache, mask.bool(), n) for out, cache in zip((want, got), caches, strict=True))
+            both = (results(out, cache, mask.bool(), n, states) for out, cache in zip((want, got), caches, strict=True))
             where = first_difference(*both)
             if where is not None:
                 return f"after {what} {where}"
@@ -178,10 +180,16 @@ def encoder_states(decoder: Any, batch: int, seed: int = 1) -> dict[str, Tensor]
     return {name: t for name, t in given.items() if name in named}
 
 
-def results(out: Any, cache: Any, mask: Tensor, n: int) -> dict[str, Tensor]:
-    """What a forward of ``n`` tokens left for the real tokens in ``mask`` [B, T]: the last hidden states, and the cache."""
+def results(out: Any, cache: Any, mask: Tensor, n: int, states: bool = False) -> dict[str, Tensor]:
+    """What a forward of ``n`` tokens left for the real tokens in ``mask`` [B, T]: the last hidden states, with ``states`` those
+    of all layers, and the cache.
+    """
     real = mask[:, -n:].to(out.last_hidden_state.device)
     found = {"the last hidden state": out.last_hidden_state[real]}
+    for i, t in enumerate(out.hidden_states if states else ()):
+        if t.shape[:2] != real.shape:
+            raise UsageError(f"hidden state {i} has shape {list(t.shape)}, which isn't [batch, tokens, size]")
+        found[f"hidden state {i}"] = t[real]
     for path, t in sorted(cache_tensors(cache).items()):
         kept = t.shape[-2] if t.dim() == 4 else 0
         by_token = 0 < kept <= mask.shape[1] and t.shape[0] == mask.shape[0] and "cross" not in path
@@ -207,7 +215,7 @@ def cache_tensors(cache: Any, path: str = "the cache") -> dict[str, Tensor]:
 def first_difference(want: dict[str, Tensor], got: dict[str, Tensor]) -> str | None:
     """Where two :func:`results` differ, and by how much; None if nowhere."""
     if want.keys() != got.keys():
-        return f"the cache holds {', '.join(sorted(want.keys() ^ got.keys()))} only on one side"
+        return f"there is {', '.join(sorted(want.keys() ^ got.keys()))} only on one side"
     for name, t in want.items():
         off = _difference(got[name], t)
         if off is not None:

@@ -35,6 +35,19 @@ GRADIENTS = Reason(
     "gradients are required", "Call it under torch.inference_mode() or torch.no_grad(), as generate() does, if you need none"
 )
 
+# A step of one token, which the breakable graphs serve then.
+FULL_BATCH = Reason("a larger batch than full graphs have", "Decode fewer sequences together")
+FULL_MASK = Reason("a mask of more than padding at the left", "Give a mask [batch, tokens], as tokenizers make it, padded left")
+FULL_CACHE = Reason("a cache that can't lie in resident memory", "Give the DynamicCache that the model makes for itself")
+FULL_CONTEXT = Reason("a sequence of more than max_context tokens", "Raise max_context=")
+FULL_MEMORY = Reason("no room in resident memory", "Raise memory_budget=, or let go of caches that are no longer used")
+
+
+def no_full_graph(why: str) -> Reason:
+    """This model has no full graphs."""
+    return Reason(f"no full graphs: {why}", "Breakable graphs serve it; nothing needs to be done")
+
+
 # The modules.
 GLOBAL_HOOK = Reason("a forward hook on all modules of torch", "Remove the hook: no graph calls it")
 
@@ -57,6 +70,12 @@ def other_memory(name: str) -> Reason:
 def requested_output(argument: str) -> Reason:
     """The caller wants what only the modules inside the decoder see, such as ``output_attentions``."""
     return Reason(f"{argument} was asked for", f"Leave out {argument}, also in the config, where you don't need it")
+
+
+def no_hidden_states(why: str) -> Reason:
+    """Graphs that give the hidden states of all layers were tried, and don't give the untouched model's."""
+    remedy = "Leave out output_hidden_states, also in the config, where you don't need it"
+    return Reason(f"output_hidden_states, which graphs can't serve: {why}", remedy)
 
 
 def unknown_argument(argument: str) -> Reason:

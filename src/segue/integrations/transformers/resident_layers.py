@@ -1,0 +1,120 @@
+"""Layers of a cache whose keys and values lie in resident memory.
+
+A layer's class is exchanged for one whose ``keys`` and ``values`` are views, made when somebody reads them. Whoever assigns
+them, as every update, crop and reordering of transformers' does, gets a layer of its own class back, with what was assigned.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, SupportsIndex
+
+from torch import Tensor
+
+from segue.integrations.transformers import names
+from segue.integrations.transformers.resident_memory import Residence
+
+
+class _Resident:
+    """What overrides parts of a layer's own class. The layer's attributes ``residence`` and ``at`` say where it lies."""
+
+    _layer_type = None  # or transformers takes the subclass for the class of all such layers
+
+    @property
+    def keys(self) -> Tensor:
+        return _view(self, 0)
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        leave(self)
+        self.keys = value
+
+    @property
+    def values(self) -> Tensor:
+        return _view(self, 1)
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        leave(self)
+        self.values = value
+
+    def get_seq_length(self) -> int:
+        return vars(self)["residence"].length  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """A copy, or a pickled layer, has memory of its own."""
+        own = dict(vars(self))
+        _of_its_own(own, self.keys.clone(), self.values.clone())
+        copied = object.__new__(vars(self)["kind"])
+        copied.__dict__.update(own)
+        return copied.__reduce_ex__(protocol)
+
+
+class _Sliding:
+    @property
+    def cumulative_length(self) -> int:
+        return vars(self)["residence"].length  # type: ignore[no-any-return]
+
+    @cumulative_length.setter
+    def cumulative_length(self, value: Any) -> None:
+        leave(self)
+        self.cumulative_length = value
+
+
+@functools.cache
+def _resident_class(kind: Any) -> type:
+    parts: tuple[type, ...] = (_Resident, _Sliding) if issubclass(kind, names.sliding_cache_layer()) else (_Resident,)
+    own = {name: value for part in parts for name, value in vars(part).items() if name not in ("__dict__", "__weakref__")}
+    return type(f"Resident{kind.__name__}", (kind,), own)  # with another base beside it, no layer could change its class for this
+
+
+def enter(layers: list[Any], residence: Residence) -> None:
+    """Have the layers of a cache lie in ``residence``, which holds what they hold."""
+    for at, layer in enumerate(layers):
+        own: dict[str, Any] = vars(layer)
+        kind: Any = type(layer)
+        for name in ("keys", "values", "cumulative_length"):
+            own.pop(name, None)
+        own.update(residence=residence, at=at, kind=kind)
+        layer.__class__ = _resident_class(kind)
+        residence.layers.append(weakref.ref(layer))
+
+
+def leave(layer: Any, copied: bool = False) -> None:
+    """Make a resident layer one of its own class, whose tensors are views of what lay there, or copies."""
+    own = vars(layer)
+    residence: Residence = own["residence"]
+    keys, values = layer.keys, layer.values
+    if copied:
+        keys, values = keys.clone(), values.clone()
+    residence.whole = False
+    layer.__class__ = own["kind"]
+    _of_its_own(own, keys, values)
+
+
+def leave_all(residence: Residence, copied: bool = False) -> None:
+    """Make every layer that lies in ``residence`` one of its own class."""
+    for layer in (ref() for ref in residence.layers):
+        if layer is not None and residence_of(layer) is residence:
+            leave(layer, copied)
+
+
+def residence_of(layer: Any) -> Residence | None:
+    """Where a layer lies; None if it has memory of its own."""
+    own = getattr(layer, "__dict__", None)
+    return None if own is None else own.get("residence")
+
+
+def _of_its_own(own: dict[str, Any], keys: Tensor, values: Tensor) -> None:
+    residence: Residence = own.pop("residence")
+    kind, _ = own.pop("kind"), own.pop("at")
+    own.update(keys=keys, values=values)
+    if issubclass(kind, names.sliding_cache_layer()):
+        own["cumulative_length"] = residence.length
+
+
+def _view(layer: Any, which: int) -> Tensor:
+    own = vars(layer)
+    residence: Residence = own["residence"]
+    return residence.memory.view(residence, own["at"], which)

@@ -1,0 +1,161 @@
+"""Resident keys and values: memory at fixed addresses, where caches lie while they decode, so that one graph serves all.
+
+Each layer has its keys and values in two tensors [rows, heads, size]. A cache that lies there, a :class:`Residence`, has a run of
+rows for each of its sequences. Its tensors are views of them, so it has the shapes that it would have anywhere else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue import _torch
+from segue.capture.views import weak_ref_tensor
+
+_LEAST_ROOM = 256  # rows of a sequence
+_serials = itertools.count(1)
+_SPARE = 2  # the last rows: one that is never written, and one for padded sequences
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer keeps of a token: ``heads`` keys of ``key_size`` and values of ``value_size`` numbers. ``window``: how many
+    tokens attention sees, the last one included; 0 for all."""
+
+    heads: int
+    key_size: int
+    value_size: int
+    window: int = 0
+
+
+class ResidentMemory:
+    """``rows`` rows of keys and values for each layer, handed out in runs.
+
+    ``keys``, ``values``: of each layer, for graphs. They don't own the memory, so that a run is known to be unseen when nobody
+    else has a view of it.
+    """
+
+    def __init__(self, shapes: Sequence[LayerShape], rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.shapes, self.rows = tuple(shapes), rows
+        with torch.inference_mode(False), torch.no_grad():
+            self._owned = [
+                torch.zeros(rows + _SPARE, shape.heads, size, dtype=dtype, device=device)
+                for shape in shapes
+                for size in (shape.key_size, shape.value_size)
+            ]
+            aliases = [weak_ref_tensor(t) for t in self._owned]
+        self.keys, self.values = aliases[::2], aliases[1::2]
+        self.zero_row, self.padding_row = rows, rows + 1
+        self._live: weakref.WeakSet[Residence] = weakref.WeakSet()
+        self._ended: list[tuple[int, int]] = []  # runs whose cache has gone, and that somebody may still look at
+
+    @staticmethod
+    def bytes_of(shapes: Sequence[LayerShape], rows: int, dtype: torch.dtype) -> int:
+        """What ``rows`` rows take."""
+        return sum(shape.heads * (shape.key_size + shape.value_size) for shape in shapes) * (rows + _SPARE) * dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        return sum(t.nbytes for t in self._owned)
+
+    @property
+    def residences(self) -> list[Residence]:
+        """Those of caches that live, the one that stepped last at the end."""
+        return sorted(self._live, key=lambda each: each.stepped)
+
+    def place(self, batch: int, room: int) -> Residence | None:
+        """Rows for ``batch`` sequences of up to ``room`` tokens; None if there aren't so many together."""
+        size = batch * room
+        if self._ended and all(_torch.storage_users(t) == 1 for t in self._owned):
+            self._ended.clear()
+        start = 0
+        for first, taken in sorted([*((each.start, each.size) for each in self._live), *self._ended]):
+            if first - start >= size:
+                break
+            start = max(start, first + taken)
+        if start + size > self.rows:
+            return None
+        residence = Residence(self, start, batch, room)
+        self._live.add(residence)
+        weakref.finalize(residence, self._ended.append, (start, size)).atexit = False
+        return residence
+
+    def view(self, residence: Residence, layer: int, which: int) -> Tensor:
+        """Keys (``which`` 0) or values (1) of a layer [B, heads, T, size], as a cache holds them."""
+        window, length = self.shapes[layer].window, residence.length
+        first = max(0, length - window + 1) if window else 0
+        return self.room_of(residence, layer, which)[:, first:length].transpose(1, 2)
+
+    def room_of(self, residence: Residence, layer: int, which: int) -> Tensor:
+        """All rows of a residence [B, room, heads, size]."""
+        rows = self._owned[2 * layer + which].narrow(0, residence.start, residence.size)
+        return rows.view(residence.batch, residence.room, *rows.shape[1:])
+
+
+class Residence:
+    """Where one cache lies: sequence ``b`` has ``room`` rows from ``start + b * room`` on, of which ``length`` are filled.
+
+    ``pads``: how many of those are padding, at the left, for each sequence. ``mask``: the mask [B, room] that says so, continued
+    with ones. ``stepped``: when it made its last step. ``whole``: no layer has left.
+    """
+
+    def __init__(self, memory: ResidentMemory, start: int, batch: int, room: int) -> None:
+        self.memory, self.start, self.batch, self.room, self.size = memory, start, batch, room, batch * room
+        self.length, self.stepped, self.whole, self.serial = 0, 0, True, next(_serials)
+        self.pads: Sequence[int] = (0,) * batch
+        self.mask: Tensor | None = None
+        self.layers: list[weakref.ref[Any]] = []
+
+    def take_in(self, kept: Sequence[tuple[Tensor, Tensor]], length: int) -> None:
+        """Copy keys and values [B, heads, n, size] of each layer, the last ``n`` of ``length`` tokens."""
+        to: list[Tensor] = []
+        given: list[Tensor] = []
+        for layer, tensors in enumerate(kept):
+            for which, t in enumerate(tensors):
+                to.append(self.memory.room_of(self, layer, which)[:, length - t.shape[2] : length])
+                given.append(t.transpose(1, 2))
+        with torch.no_grad():
+            _torch.foreach_copy(to, given)
+        self.length = length
+
+    def is_known(self, mask: Tensor | None) -> bool:
+        """Whether ``mask`` [B, length + 1], or None, is that of the step before, continued with ones. It is one op to see."""
+        if mask is None:
+            return not any(self.pads)
+        known = self.mask
+        if known is None or known.dtype is not mask.dtype or mask.dim() != 2 or mask.shape[1] != self.length + 1:
+            return False
+        return torch.equal(known[:, : self.length + 1], mask)
+
+    def pad(self, pads: Sequence[int], mask: Tensor | None) -> None:
+        """Take the padding of a mask, from :func:`left_padding`, for that of this step and those to come."""
+        self.pads, self.mask = pads, None
+        if mask is not None:
+            self.mask = torch.ones(self.batch, self.room, dtype=mask.dtype, device=mask.device)
+            self.mask[:, : mask.shape[1]] = mask
+
+
+def left_padding(mask: Tensor | None, batch: int, n: int) -> Sequence[int] | None:
+    """How many of ``n`` tokens of each sequence ``mask`` [batch, n] masks at the left; None if it masks anything else."""
+    if mask is None:
+        return (0,) * batch
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != (batch, n):
+        return None
+    real = mask != 0
+    pads = (~real).sum(1)
+    if not bool(((real.int().argmax(1) == pads) & (pads < n)).all()):
+        return None
+    return tuple(pads.tolist())
+
+
+def room_for(tokens: int, most: int | None = None) -> int:
+    """How many rows to give a sequence that has ``tokens``: a power of two with some to spare, and no more than ``most``."""
+    room = max(_LEAST_ROOM, 1 << (tokens + tokens // 8).bit_length())
+    return room if most is None else max(tokens, min(room, most))
