@@ -96,7 +96,7 @@ def test_layers_that_are_alike_are_shown_once() -> None:
     first, *middle, last = (StepSummary("segment", f"segment {i}", "m.py:9 in forward", ops=5) for i in range(6))
     steps = [first, *(step for segment in middle for step in (attend, segment)), attend, replace(last, ops=2)]
     stats = Stats(0, 0, 0, 0, {}, 0.0, 0, 0)
-    shown = Page(page(Inspection("t", "s", [BucketSummary(8, tuple(steps), (), 0, 0)], stats, [], [], None, "f"))).text
+    shown = Page(page(Inspection("t", "s", [BucketSummary(8, tuple(steps), (), 0, 0)], [8], stats, [], [], None, "f"))).text
     assert "6 segments, 5 breaks" in shown and "4 times, up to segment 4: Break attend called at m.py:3" in shown
     assert shown.count("Break attend") == 2 and "Segment 5 , 2 ops" in shown and "Segment 3" not in shown
 

@@ -63,7 +63,7 @@ def inspect(
     checked = _checked(found, cases) if check else None
     if html is not None:
         with whole_file(html) as unfinished:
-            unfinished.write_text(page(_inspection(found, buckets, cases, checked)), "utf-8")
+            unfinished.write_text(page(_inspection(found, runner.ladder, buckets, cases, checked)), "utf-8")
         log.print(f"written to {html}")
     if bucket is not None:
         (chosen,) = (b for b in buckets if b.bucket == bucket)
@@ -83,7 +83,9 @@ def inspect(
     log.print(f"next: segue inspect {name} --bucket {buckets[0].bucket}, or segue check {name}")
 
 
-def _inspection(found: Target, buckets: Sequence[BucketSummary], cases: Sequence[Case], checked: Checked | None) -> Inspection:
+def _inspection(
+    found: Target, ladder: Sequence[int], buckets: Sequence[BucketSummary], cases: Sequence[Case], checked: Checked | None
+) -> Inspection:
     """What the page shows of a target."""
     value = found.value
     facts: list[tuple[str, object]] = []
@@ -104,7 +106,8 @@ def _inspection(found: Target, buckets: Sequence[BucketSummary], cases: Sequence
         f"segue {versions.get('segue-graphs', 'unknown')}, torch {versions['torch']}, {versions['device']}; "
         f"{datetime.date.today().isoformat()}"
     )
-    return Inspection(found.name, subject, buckets, value.stats, facts, [case.name for case in cases], checked, footer)
+    calls = [case.name for case in cases]
+    return Inspection(found.name, subject, buckets, ladder, value.stats, facts, calls, checked, footer)
 
 
 def _checked(found: Target, cases: Sequence[Case]) -> Checked:

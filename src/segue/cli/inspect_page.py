@@ -39,13 +39,15 @@ class Checked:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What the page shows. ``subject``: what the target is, and on which device. ``facts``: further counters. ``checked``: None
-    where no check ran. ``calls``: what was called, in words, before ``stats`` was read. ``footer``: versions and date.
+    """What the page shows. ``subject``: what the target is, and on which device. ``ladder``: all buckets, of which ``buckets``
+    were captured. ``facts``: further counters. ``checked``: None where no check ran. ``calls``: what was called, in words, before
+    ``stats`` was read. ``footer``: versions and date.
     """
 
     target: str
     subject: str
     buckets: Sequence[BucketSummary]
+    ladder: Sequence[int]
     stats: Stats
     facts: Sequence[tuple[str, object]]
     calls: Sequence[str]
@@ -62,7 +64,7 @@ def page(seen: Inspection) -> str:
         program="\n".join(_bucket(b, is_open=b is seen.buckets[0]) for b in seen.buckets),
         outside=_outside(seen.buckets),
         memory=_memory(seen.buckets),
-        padding=_padding(sorted(b.bucket for b in seen.buckets)),
+        padding=_padding(seen.ladder),
         counters=_counters(seen),
         check=_check(seen),
         footer=escape(seen.footer),
