@@ -38,7 +38,10 @@ _NEEDED = (
 
 
 class UnsupportedTorchError(SegueError, ImportError):
-    """This version of torch lacks a private name that segue needs."""
+    """This version of torch lacks a private name that segue needs.
+
+    What to do: install another torch, or a newer segue. The text names what is missing.
+    """
 
 
 def unsupported(*missing: str) -> UnsupportedTorchError:
@@ -245,6 +248,13 @@ def skip_in_dynamo(code: CodeType) -> None:
     frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+
+
+class PassingMode(WatchingMode):
+    """A dispatch mode that passes every op on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def compiled_graphs() -> int:

@@ -17,7 +17,7 @@ import torch
 _PACKAGES = ("segue-graphs", "torch", "transformers", "triton", "accelerate", "gguf", "numpy")
 _NEEDS = {
     "segue.accelerate": ("transformers",),
-    "segue demo": ("transformers", "gguf", "accelerate"),
+    "segue demo, with real weights": ("transformers", "gguf", "accelerate"),
     "segue plan --plot": ("matplotlib",),
     "RunnerCollector": ("prometheus_client",),
 }

@@ -12,32 +12,55 @@ import torch
 
 
 class SegueError(RuntimeError):
-    """Base of every error that segue raises on purpose."""
+    """Base of every error that segue raises on purpose.
+
+    What to do: catch it where one handler for all of them is enough. Torch's errors and your own pass through as they are.
+    """
 
 
 class UsageError(SegueError):
-    """The caller asked for something that has no meaning here: nested captures, a closed capture, contradictory options."""
+    """The caller asked for something that has no meaning here: nested captures, a closed capture, contradictory options.
+
+    What to do: change the call. Nothing has run.
+    """
 
 
 class CaptureError(SegueError):
-    """The forward did what a graph can't hold while it was recorded: a host read, a data-dependent shape, a mutable argument."""
+    """The forward did what a graph can't hold while it was recorded: a host read, a data-dependent shape, a mutable argument.
+
+    What to do: mostly, move the line that the text names into a break point. A capture that failed leaves everything as it was,
+    and ``on_failure="eager"`` runs such a bucket eagerly and counts it.
+    """
 
 
 class GraphMemoryError(CaptureError, torch.OutOfMemoryError):
-    """The device ran out of memory while a capture was recorded. Earlier captures keep working."""
+    """The device ran out of memory while a capture was recorded. Earlier captures keep working.
+
+    What to do: give fewer or smaller buckets, or a ``memory_budget=``, or free memory and recapture. The text says what the graph
+    pool holds.
+    """
 
 
 class LeftBehindError(CaptureError):
-    """A segment changed the user's objects, which no replay does. The forward has run: a second run would change them twice."""
+    """A segment changed the user's objects, which no replay does. The forward has run: a second run would change them twice.
+
+    What to do: change a tensor in place instead, or change Python objects in a break.
+    """
 
 
 class ReplayError(SegueError):
-    """A replay would not give what eager gives: a changed break result, a re-pointed tensor, a capture that failed."""
+    """A replay would not give what eager gives: a changed break result, a re-pointed tensor, a capture that failed.
+
+    What to do: the text says what must stay as it was at the capture. If it changed for good, ``recapture()``.
+    """
 
 
 class StateChangedError(ReplayError):
     """What a graph holds has changed since the capture: a submodule, a hook, an attribute, a global, or where a tensor that the
-    graph reads has its memory. ``change`` says which. Nothing that outlives the call has been written."""
+    graph reads has its memory. ``change`` says which. Nothing that outlives the call has been written.
+
+    What to do: ``recapture()`` if the change is meant, or undo it. An accelerated model runs untouched meanwhile and counts it.
+    """
 
     def __init__(self, text: str, change: Any = None) -> None:
         super().__init__(text)
@@ -45,11 +68,17 @@ class StateChangedError(ReplayError):
 
 
 class InputError(SegueError):
-    """A call's arguments don't fit the declared inputs: missing, extra, wrong dtype, device, rank or shape."""
+    """A call's arguments don't fit the declared inputs: missing, extra, wrong dtype, device, rank or shape.
+
+    What to do: change the call or the declaration. Nothing has run.
+    """
 
 
 class NoBucketError(SegueError):
-    """No graph serves this call, and ``strict`` forbids running it eagerly."""
+    """No graph serves this call, and ``strict`` forbids running it eagerly.
+
+    What to do: add a bucket, or allow eager calls, which are counted with their reason.
+    """
 
 
 def traced(who: str) -> UsageError:

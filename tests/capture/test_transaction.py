@@ -7,6 +7,7 @@ import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -453,3 +454,17 @@ def test_a_replay_while_another_capture_records_a_segment_is_refused(device: Dev
     x.fill_(3)
     inner.replay()
     assert y.tolist() == [6.0] * 4
+
+
+@pytest.mark.parametrize("guard", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_a_break_that_fails_inside_a_guard_of_the_forwards_leaves_torch_as_it_was(
+    device: Device, guard: Callable[[], Any]
+) -> None:
+    x = torch.ones(4, 2, device=device.torch_device)
+    with pytest.raises(ValueError, match="the break's own error"), segue.BreakableCapture(device=device):
+        try:
+            with guard():
+                fails(x * 2)
+        finally:
+            assert (x + 1).eq(2).all()  # what cleans up may compute
+    assert (torch.ones(2) + 1).eq(2).all()

@@ -91,3 +91,11 @@ def raising_forward() -> Any:
 
 def _raise(x: Tensor) -> Tensor:
     raise ValueError("no forward here")
+
+
+def contextual() -> Any:
+    return _runner(_times_scale), (torch.randn(5, 4),), {}, {"scale": torch.ones(4)}
+
+
+def _times_scale(x: Tensor) -> Tensor:
+    return mix(x * segue.current_forward_ctx()["scale"])

@@ -1,4 +1,4 @@
-"""The plots of ``segue bench ttft``: time against tokens, and start-up against the number of lengths; and of ``growth``."""
+"""The plots of ``segue bench ttft``, of ``growth``, and of both as they were written down before."""
 
 from __future__ import annotations
 
@@ -64,6 +64,57 @@ def draw_growth(path: Path, panels: Mapping[str, Mapping[str, Sequence[tuple[int
     _save(canvas, path)
 
 
+_WAYS = {  # what the summary shows, with its label, colour and line
+    "eager": ("eager", "0.45", "-"),
+    "torch.compile": ("torch.compile*", "tab:olive", "--"),
+    "breakable-cuda-graphs": ("breakable-cuda-graphs*", "tab:green", "--"),
+    "segue": ("segue", "tab:blue", "-"),
+    "reduce-overhead": ("reduce-overhead", "tab:orange", "-"),
+    "segue compiled": ("segue, compile=True", "navy", "-"),
+}
+
+
+def draw_summary(
+    path: Path, ways: Sequence[Row], others: Sequence[Row], startup: Sequence[Row], buckets: Sequence[Row]
+) -> None:
+    """Draw three panels into the file ``path``: time to first token, start-up by lengths, memory by buckets.
+
+    ``ways`` and ``startup``: those tables of :class:`~segue.bench.ttft.FirstToken`. ``others``: a row for each number of tokens
+    with a column for each way, of another run, whose rivals that ``ways`` hasn't are drawn dashed. ``buckets``: that table of
+    :class:`~segue.bench.growth.Growth`.
+
+    Raises:
+        UsageError: as :func:`draw`.
+    """
+    figure, canvas = _figure(width=13)
+    time, start, memory = figure.subplots(1, 3)
+    for way, (label, colour, style) in _WAYS.items():
+        points = [(row["tokens"], row["ms"]) for row in ways if row["way"] == way]
+        points = points or [(row["tokens"], row[way]) for row in others if way in row]
+        if points:
+            time.plot(*zip(*sorted(points), strict=True), style, marker="o", markersize=4, label=label, color=colour)
+        for row in startup:
+            if row["way"] == way and way != "eager":
+                counts = [(int(count), seconds) for count, seconds in row.items() if count != "way"]
+                start.plot(*zip(*counts, strict=True), style, marker="o", markersize=4, label=label, color=colour)
+    time.set(xlabel="tokens of the prompt", ylabel="ms", xscale="log", yscale="log", title="time to first token", ylim=(2, 200))
+    start.set(xlabel="lengths ready", ylabel="s", title="start-up", ylim=(0, None))
+    for what, colour in (("pool MiB", "tab:blue"), ("driver MiB", "tab:cyan")):
+        points = [(row["buckets"], row[what]) for row in buckets]
+        memory.plot(*zip(*points, strict=True), marker="o", markersize=4, label=what.removesuffix(" MiB"), color=colour)
+    memory.set(xlabel="buckets up to 2,048 tokens", ylabel="MiB", xscale="log", title="memory of the graphs", ylim=(0, None))
+    for axes, marks in ((time, sorted({row["tokens"] for row in ways})), (memory, [row["buckets"] for row in buckets])):
+        axes.set_xticks(marks, map(str, marks))
+        axes.minorticks_off()
+    time.set_yticks(marks := [2, 5, 10, 20, 40], map(str, marks))
+    start.set_xticks([int(count) for count in startup[0] if count != "way"])
+    for axes in (time, start, memory):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize="small", frameon=False)
+    _save(canvas, path)
+
+
 def _figure(width: float) -> tuple[Any, Any]:
     """An empty figure, ``width`` inches wide, and its canvas."""
     backend, figures = require_matplotlib()
@@ -73,6 +124,8 @@ def _figure(width: float) -> tuple[Any, Any]:
 
 def _save(canvas: Any, path: Path) -> None:
     try:
-        canvas.print_figure(path)
+        # The same file each time: without a date, and with names of parts that don't depend on chance.
+        with importlib.import_module("matplotlib").rc_context({"svg.hashsalt": "segue"}):
+            canvas.print_figure(path, metadata={"Date": None} if path.suffix == ".svg" else {})
     except (OSError, ValueError) as e:
         raise UsageError(f"--plot {path.name}: {e}") from None

@@ -111,6 +111,8 @@ class BreakableCapture:
         self._error: BaseException | None = None  # the first one of this capture, while it lasts
         self._failure = ""
         self._scope = ExitStack()
+        self._mode_before: Any = None  # the dispatch mode around the capture
+        self._unwinding: _torch.PassingMode | None = None
         self._retire: Callable[[], object] = lambda: None
 
     @staticmethod
@@ -189,6 +191,7 @@ class BreakableCapture:
             raise UsageError(f"{self.name} is {self._status}; a capture records once. Make a new BreakableCapture.")
         self._places = self._root if isinstance(self._root, Places) else Places(self._root)
         self._entered = _source_lines.caller_code()
+        self._mode_before = _torch.current_mode()
         with ExitStack() as scope:
             scope.enter_context(one_capture)
             scope.enter_context(no_garbage_collection())
@@ -241,6 +244,9 @@ class BreakableCapture:
                 if first is not None and left is not None:
                     left.let_go(self.pool.owns)
                 self._abandon()
+                if self._unwinding is not None:
+                    self._unwinding.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                    self._unwinding = None
                 self._scope.close()
         except BaseException as e:
             first = first or e
@@ -295,9 +301,7 @@ class BreakableCapture:
             self._end_segment(launch=False)
             self._begin_segment()
         except BaseException as e:
-            self._error = self._error or e
-            self._abandon()
-            state.phase = None
+            self._leave_forward(e)
             raise
 
     def run_break(self, spec: BreakSpec, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any) -> Any:
@@ -331,9 +335,7 @@ class BreakableCapture:
         except BaseException as e:
             if not isinstance(e, SegueError):
                 e.add_note(where)
-            self._error = self._error or e
-            self._abandon()
-            state.phase = None
+            self._leave_forward(e)
             raise
         return result
 
@@ -462,6 +464,20 @@ class BreakableCapture:
                 self._leave_watch()
                 recording.abort()
                 self._recording = None
+
+    def _leave_forward(self, error: BaseException) -> None:
+        """Abandon the capture while the forward is still running, on its way out by ``error``.
+
+        Guards of the forward's, such as ``torch.inference_mode``, were entered while a dispatch mode was active, and put back
+        torch's dispatch keys of that time. Without any mode then, every later op of this thread would fail, so one stays
+        until the end.
+        """
+        self._error = self._error or error
+        self._abandon()
+        state.phase = None
+        if self._unwinding is None and _torch.current_mode() is self._mode_before:
+            self._unwinding = _torch.PassingMode()
+            self._unwinding.__enter__()  # type: ignore[no-untyped-call]
 
     def _leave_watch(self) -> None:
         if self._op_watch.recording is not None:

@@ -221,6 +221,11 @@ class Externals:
                     "there now."
                 )
 
+    @property
+    def of_context(self) -> list[tuple[str, External]]:
+        """The externals that the context holds, each with its path there."""
+        return [(path, external) for path, _, _, external in self._context if external is not None]
+
     def changed(self) -> Change | None:
         """What Python decided by and is something else now; None if nothing is."""
         return self._decisions.changed()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import sys
 from typing import Annotated, NoReturn
 
 import typer
 
-from segue.cli import bench, check, demo, env, failures, inspect, plan, trace
-from segue.cli.output import examples, log
+from segue.cli import bench, check, demo, env, failures, inspect, interrupts, plan, trace
+from segue.cli.output import examples
 from segue.errors import SegueError
-
-INTERRUPTED = 130  # what shells say of a command that Ctrl-C ended
 
 app = typer.Typer(
     name="segue",
@@ -51,17 +48,18 @@ def root(
 def main() -> None:
     """Run the command. Errors become a message on stderr and exit code 2, and Ctrl-C exit code 130."""
     try:
-        app()
+        with interrupts.ended_by_ctrl_c():
+            app()
     except SegueError as e:
         _leave("\n".join([f"segue: {e}", *getattr(e, "__notes__", ())]))
     except Exception as e:  # of a user's factory or forward: Python's exit code, 1, would say that a comparison failed
         _leave(failures.explained(e))
     except SystemExit as e:
-        if e.code != INTERRUPTED:
+        if e.code != interrupts.INTERRUPTED:
             raise
-        print(f"\nsegue: stopped by Ctrl-C; the last step was: {log.last or 'none'}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(INTERRUPTED)  # all is in order, and Python's own end takes seconds with all that torch has loaded
+        interrupts.stop()
+    except KeyboardInterrupt:  # before or after the command itself
+        interrupts.stop()
 
 
 def _leave(text: str) -> NoReturn:

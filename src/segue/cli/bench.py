@@ -88,6 +88,36 @@ def ttft(
 
 
 @app.command(
+    short_help="Draw the README's picture from files that were written with -f.",
+    epilog=examples(
+        "segue bench plots benchmarks/results/nvidia-h200-ttft.md benchmarks/results/nvidia-h200-growth.md -f measured.svg"
+    ),
+)
+def plots(
+    first_token: Annotated[Path, typer.Argument(metavar="TTFT", help="What segue bench ttft -f wrote.")],
+    growth: Annotated[Path, typer.Argument(metavar="GROWTH", help="What segue bench growth -f wrote.")],
+    out: Annotated[Path, typer.Option("-f", "--out", help="The picture, .svg or .png.")],
+    others: Annotated[
+        Path | None, typer.Option(help="A table of another run, tokens by ways, for rivals that the first lacks: drawn dashed.")
+    ] = None,
+) -> None:
+    """Draw time to first token against tokens, start-up against lengths, and memory against buckets. Measures nothing."""
+    from segue.bench import plots, saved_tables
+
+    ways, large = saved_tables.read(first_token), saved_tables.read(growth)
+    rivals = saved_tables.having(saved_tables.read(others), "tokens", "eager") if others is not None else []
+    with whole_file(out) as unfinished:
+        plots.draw_summary(
+            unfinished,
+            saved_tables.having(ways, "tokens", "way", "ms"),
+            rivals,
+            saved_tables.having(ways, "way", "1"),
+            saved_tables.having(large, "buckets", "pool MiB", "driver MiB"),
+        )
+    log.print(f"drawn into {out}")
+
+
+@app.command(
     short_help="What a break costs, on host and device.",
     epilog=examples("segue bench breaks", "segue bench breaks --times 100 -o json"),
 )

@@ -33,6 +33,7 @@ def demo(
     """Run prompts through captured graphs and compare every token with the untouched model."""
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = resolve("emulator" if place.type == "cpu" else place)
+    log.print("making a model with random weights" if random else "loading a model")
     model, tokenizer = _random_model(layers, place) if random else demo_weights.load(folder, place)
     size = model.config.vocab_size
     todo = demo_prompts.random_prompts(size, place) if tokenizer is None else demo_prompts.prompts(tokenizer, place)

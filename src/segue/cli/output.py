@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 
 
 class _Log(Console):
-    """Progress on stderr. ``last``: the line that was printed last."""
+    """Progress on stderr. ``last``: what was done last, in words; the line that was printed last, where nobody sets another."""
 
     last = ""
 
@@ -41,6 +41,8 @@ class Format(enum.StrEnum):
     CSV = "csv"
 
 
+unfinished = set[str]()  # folders of files that are being written
+
 FormatOption = Annotated[Format, typer.Option("-o", "--output", help="How the results are written to stdout.")]
 
 
@@ -56,9 +58,13 @@ def whole_file(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".segue-", dir=path.parent) as folder:
-            unfinished = Path(folder) / path.name
-            yield unfinished
-            unfinished.replace(path)
+            unfinished.add(folder)
+            try:
+                written = Path(folder) / path.name
+                yield written
+                written.replace(path)
+            finally:
+                unfinished.discard(folder)
     except OSError as e:
         raise UsageError(f"{path} can't be written: {e.strerror or e}") from None
 

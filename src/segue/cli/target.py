@@ -15,6 +15,7 @@ import typer
 from torch import nn
 
 from segue.cli import failures, handles, locate, saved_models
+from segue.cli.output import log
 from segue.cli.saved_models import Precision
 from segue.errors import SegueError, UsageError
 from segue.prime import PrimeGraph
@@ -100,6 +101,7 @@ def find(name: str, options: ModelOptions, **defaults: Any) -> Target:
         UsageError: nothing is found under that name, or something that no command knows; or an option doesn't fit.
         SegueError: the model can't be accelerated, and why.
     """
+    log.last = f"loading {name}"  # told if Ctrl-C comes
     given = _given(name, options)
     parts = given if isinstance(given, tuple) else (given,)
     value, call = (parts[0] if parts else None), None
