@@ -138,6 +138,8 @@ class DecodeServer:
         if batch > self._state.most:
             return reasons.FULL_BATCH
         residence = self._residence(cache)
+        if residence is not None and residence.batch != batch:
+            return reasons.FULL_CACHE
         if residence is None or residence.length >= residence.room or not residence.is_known(call.attention_mask):
             found = self._settled(call, residence)
             if isinstance(found, Reason):
@@ -183,11 +185,11 @@ class DecodeServer:
         return f"captured {count} full graphs of a step in {seconds:.1f} s; {mib(self._memory.nbytes)} resident memory"
 
     def close(self) -> None:
-        """Give every cache its tensors, and drop graphs and memory."""
+        """Give every cache tensors of its own, and drop graphs and memory."""
         self._pointed = 0
         if self._memory is not None:
             for residence in self._memory.residences:
-                leave_all(residence)
+                leave_all(residence, copied=True)
         if self._runner is not None:
             self._runner.close()
         self._body.memory = self._memory = self._runner = None
@@ -240,8 +242,8 @@ class DecodeServer:
         """Rows for a cache: free ones, new ones, or those of a cache that has long made no step."""
         if self._memory is not None and (found := self._memory.place(batch, room)) is not None:
             return found
-        least = 2 * batch * room
-        rows = max(_LEAST_ROWS, least, 2 * self._memory.rows if self._memory is not None else 0)
+        least = max(2 * batch * room, 2 * self._memory.rows if self._memory is not None else 0)
+        rows = max(_LEAST_ROWS, least)
         while not self._may_take(shapes, rows):
             if rows <= least:
                 return self._place_of_idle(batch, room)
@@ -252,12 +254,10 @@ class DecodeServer:
         return self._memory.place(batch, room)
 
     def _place_of_idle(self, batch: int, room: int) -> Residence | None:
-        memory = self._memory
-        for residence in [] if memory is None else memory.residences:
-            if next(self._steps) - residence.stepped < _PATIENCE:
-                return None
-            leave_all(residence, copied=True)
-            del residence
+        memory, now = self._memory, next(self._steps)
+        idle = [] if memory is None else memory.residences[::-1]
+        while idle and now - idle[-1].stepped >= _PATIENCE:
+            leave_all(idle.pop(), copied=True)  # whose rows are free when nobody holds it
             assert memory is not None
             if (found := memory.place(batch, room)) is not None:
                 return found
@@ -271,7 +271,7 @@ class DecodeServer:
         return free is None or needed <= free // _SHARE
 
     def _renew(self, shapes: tuple[LayerShape, ...], rows: int) -> bool:
-        """Begin anew with so many rows. Caches keep their tensors, which are moved in again when they make a step.
+        """Begin anew with so many rows. Caches get copies, which are moved in again when they make a step.
 
         Returns whether there was memory for it.
         """
@@ -281,7 +281,7 @@ class DecodeServer:
             return False
         if self._memory is not None:
             for residence in self._memory.residences:
-                leave_all(residence)
+                leave_all(residence, copied=True)
         self._body.memory = self._memory = memory
         self._pointed = 0
         self._strategy.captured = 0

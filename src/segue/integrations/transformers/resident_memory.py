@@ -53,7 +53,8 @@ class ResidentMemory:
         self.keys, self.values = aliases[::2], aliases[1::2]
         self.zero_row, self.padding_row = rows, rows + 1
         self._live: weakref.WeakSet[Residence] = weakref.WeakSet()
-        self._ended: list[tuple[int, int]] = []  # runs whose cache has gone, and that somebody may still look at
+        self._runs: dict[int, tuple[int, int]] = {}  # that are taken, by serial number: the first row and how many
+        self._ended: list[int] = []  # those whose cache has gone, and that somebody may still look at
 
     @staticmethod
     def bytes_of(shapes: Sequence[LayerShape], rows: int, dtype: torch.dtype) -> int:
@@ -73,10 +74,13 @@ class ResidentMemory:
     def place(self, batch: int, room: int) -> Residence | None:
         """Rows for ``batch`` sequences of up to ``room`` tokens; None if there aren't so many together."""
         size = batch * room
-        if self._ended and all(_torch.storage_users(t) == 1 for t in self._owned):
-            self._ended.clear()
+        ended = len(self._ended)  # more may end meanwhile, in other threads
+        if ended and all(_torch.storage_users(t) == 1 for t in self._owned):
+            for serial in self._ended[:ended]:
+                del self._runs[serial]
+            del self._ended[:ended]
         start = 0
-        for first, taken in sorted([*((each.start, each.size) for each in self._live), *self._ended]):
+        for first, taken in sorted(self._runs.values()):
             if first - start >= size:
                 break
             start = max(start, first + taken)
@@ -84,7 +88,8 @@ class ResidentMemory:
             return None
         residence = Residence(self, start, batch, room)
         self._live.add(residence)
-        weakref.finalize(residence, self._ended.append, (start, size)).atexit = False
+        self._runs[residence.serial] = start, size
+        weakref.finalize(residence, self._ended.append, residence.serial).atexit = False
         return residence
 
     def view(self, residence: Residence, layer: int, which: int) -> Tensor:
@@ -117,20 +122,25 @@ class Residence:
         """Copy keys and values [B, heads, n, size] of each layer, the last ``n`` of ``length`` tokens."""
         to: list[Tensor] = []
         given: list[Tensor] = []
-        for layer, tensors in enumerate(kept):
-            for which, t in enumerate(tensors):
-                to.append(self.memory.room_of(self, layer, which)[:, length - t.shape[2] : length])
-                given.append(t.transpose(1, 2))
         with torch.no_grad():
+            for layer, tensors in enumerate(kept):
+                for which, t in enumerate(tensors):
+                    rows, first = self.memory.room_of(self, layer, which), length - t.shape[2]
+                    if first:  # behind the window: nobody sees them, but no attention can bear what is no number
+                        rows[:, :first].zero_()
+                    to.append(rows[:, first:length])
+                    given.append(t.transpose(1, 2))
             _torch.foreach_copy(to, given)
         self.length = length
 
-    def is_known(self, mask: Tensor | None) -> bool:
+    def is_known(self, mask: Any) -> bool:
         """Whether ``mask`` [B, length + 1], or None, is that of the step before, continued with ones. It is one op to see."""
         if mask is None:
             return not any(self.pads)
         known = self.mask
-        if known is None or known.dtype is not mask.dtype or mask.dim() != 2 or mask.shape[1] != self.length + 1:
+        if known is None or not isinstance(mask, Tensor) or known.dtype is not mask.dtype or known.device != mask.device:
+            return False
+        if mask.dim() != 2 or mask.shape[1] != self.length + 1:
             return False
         return torch.equal(known[:, : self.length + 1], mask)
 
@@ -142,7 +152,7 @@ class Residence:
             self.mask[:, : mask.shape[1]] = mask
 
 
-def left_padding(mask: Tensor | None, batch: int, n: int) -> Sequence[int] | None:
+def left_padding(mask: Any, batch: int, n: int) -> Sequence[int] | None:
     """How many of ``n`` tokens of each sequence ``mask`` [batch, n] masks at the left; None if it masks anything else."""
     if mask is None:
         return (0,) * batch
