@@ -99,6 +99,7 @@ class DecodeServer:
             raise NoDecode(f"its attention is {self._name!r}, which a full graph can't give the used rows alone")
         recorder = runner.prepare().recorder
         self._device: Device = recorder.device
+        self._pool = recorder.pool
         self._batches = [b for b in _BATCHES if b > 1 or not compiled]
         self._state = StepState(self._batches[-1], self._device.torch_device)
         attention = names.attention_function(parts.mixers[0].module, self._name)
@@ -140,7 +141,11 @@ class DecodeServer:
         residence = self._residence(cache)
         if residence is not None and residence.batch != batch:
             return reasons.FULL_CACHE
-        if residence is None or residence.length >= residence.room or not residence.is_known(call.attention_mask):
+        known = residence is not None and residence.length < residence.room and residence.is_known(call.attention_mask)
+        if not known or residence is None or residence.serial != self._pointed:
+            with self._pool.turn():  # the last step may be under way on another stream, and reads what is written here
+                pass
+        if not known or residence is None:
             found = self._settled(call, residence)
             if isinstance(found, Reason):
                 return found
@@ -153,6 +158,8 @@ class DecodeServer:
         positions = call.position_ids
         if positions is None:
             positions = torch.full((1, 1), residence.length, device=call.input_ids.device)
+        if positions.dtype is not torch.int64:
+            positions = positions.long()
         width, alone = width_for(residence.length + 1), batch == 1 and self._batches[0] > 1
         given = call.input_ids.view(batch), positions.expand(batch, 1).reshape(batch), width, alone
         assert self._runner is not None
@@ -201,7 +208,8 @@ class DecodeServer:
         residence = residence_of(layers[0]) if layers else None
         if residence is None or not residence.whole or residence.memory is not self._memory:
             return None
-        return residence if all(vars(layer).get("residence") is residence for layer in layers) else None
+        where = vars(layers[0])["residence"]
+        return residence if all(vars(layer).get("residence") is where for layer in layers) else None
 
     def _settled(self, call: DecoderCall, residence: Residence | None) -> Residence | Reason:
         """Where the cache of a call lies, with room for more and the padding of its mask."""
@@ -329,6 +337,8 @@ class DecodeServer:
             heads = keys.shape[1] if keys.dim() == 4 else 0
             both = ([batch, heads, kept], self._dtype, self._device.torch_device.type)
             if not kept or any((list(t.shape)[:3], t.dtype, t.device.type) != both for t in (keys, values)):
+                return nothing
+            if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
                 return nothing
             shapes.append(LayerShape(heads, keys.shape[3], values.shape[3], window))
         return tuple(shapes), length

@@ -21,7 +21,10 @@ _OURS = ("residence", "at", "kind")  # attributes of a resident layer, in the or
 
 
 class _Resident:
-    """What overrides parts of a layer's own class. The layer's attributes ``residence`` and ``at`` say where it lies."""
+    """What overrides parts of a layer's own class. The layer's attributes ``residence`` and ``at`` say where it lies.
+
+    ``residence`` is a function, so that who walks through a cache's objects comes to its tensors and no further.
+    """
 
     _layer_type = None  # or transformers takes the subclass for the class of all such layers
 
@@ -54,7 +57,7 @@ class _Resident:
         own = attributes(self) | {"keys": _copy(self.keys), "values": _copy(self.values)}
         copied = object.__new__(vars(self)["kind"])
         copied.__dict__.update(own)
-        return copied.__reduce_ex__(protocol)
+        return copied.__reduce_ex__(1)  # by later protocols only an object's own class can be pickled
 
 
 class _Sliding:
@@ -86,12 +89,14 @@ def _resident_class(kind: Any) -> type:
 
 def enter(layers: list[Any], residence: Residence) -> None:
     """Have the layers of a cache lie in ``residence``, which holds what they hold."""
+
+    def where() -> Residence:
+        return residence
+
     for at, layer in enumerate(layers):
         own: dict[str, Any] = vars(layer)
         kind: Any = type(layer)
-        for name in ("keys", "values", "cumulative_length"):
-            own.pop(name, None)
-        own.update(residence=residence, at=at, kind=kind)
+        own.update(dict.fromkeys(own.keys() & {"keys", "values", "cumulative_length"}), residence=where, at=at, kind=kind)
         layer.__class__ = _resident_class(kind)
         residence.layers.append(weakref.ref(layer))
 
@@ -99,7 +104,7 @@ def enter(layers: list[Any], residence: Residence) -> None:
 def leave(layer: Any, copied: bool = False) -> None:
     """Make a resident layer one of its own class, whose tensors are views of what lay there, or copies."""
     own = vars(layer)
-    residence: Residence = own["residence"]
+    residence: Residence = own["residence"]()
     keys, values = layer.keys, layer.values
     if copied:
         keys, values = _copy(keys), _copy(values)
@@ -125,15 +130,15 @@ def leave_all(residence: Residence, copied: bool = False) -> None:
 
 def residence_of(layer: Any) -> Residence | None:
     """Where a layer lies; None if it has memory of its own."""
-    own = getattr(layer, "__dict__", None)
-    return None if own is None else own.get("residence")
+    where = getattr(layer, "__dict__", {}).get("residence")
+    return None if where is None else where()
 
 
 def attributes(layer: Any) -> dict[str, Any]:
     """What a layer of its own class would hold in the place of this one, resident or not."""
     own = dict(vars(layer))
     if "residence" in own:
-        own.update(_held(own["kind"], own["residence"].length, layer.keys, layer.values))
+        own.update(_held(own["kind"], own["residence"]().length, layer.keys, layer.values))
         for name in _OURS:
             del own[name]
     return own
