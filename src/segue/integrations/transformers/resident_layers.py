@@ -17,7 +17,10 @@ from segue.integrations.transformers.resident_memory import Residence
 
 
 class _Resident:
-    """What overrides parts of a layer's own class. The layer's attributes ``residence`` and ``at`` say where it lies."""
+    """What overrides parts of a layer's own class. The layer's attributes ``residence`` and ``at`` say where it lies.
+
+    ``residence`` is a function, so that who walks through a cache's objects comes to its tensors and no further.
+    """
 
     _layer_type = None  # or transformers takes the subclass for the class of all such layers
 
@@ -40,12 +43,11 @@ class _Resident:
         self.values = value
 
     def get_seq_length(self) -> int:
-        return vars(self)["residence"].length  # type: ignore[no-any-return]
+        return vars(self)["residence"]().length  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """A copy, or a pickled layer, has memory of its own."""
-        own = dict(vars(self))
-        _of_its_own(own, self.keys.clone(), self.values.clone())
+        own = attributes(self) | {"keys": self.keys.clone(), "values": self.values.clone()}
         copied = object.__new__(vars(self)["kind"])
         copied.__dict__.update(own)
         return copied.__reduce_ex__(protocol)
@@ -54,7 +56,7 @@ class _Resident:
 class _Sliding:
     @property
     def cumulative_length(self) -> int:
-        return vars(self)["residence"].length  # type: ignore[no-any-return]
+        return vars(self)["residence"]().length  # type: ignore[no-any-return]
 
     @cumulative_length.setter
     def cumulative_length(self, value: Any) -> None:
@@ -71,12 +73,13 @@ def _resident_class(kind: Any) -> type:
 
 def enter(layers: list[Any], residence: Residence) -> None:
     """Have the layers of a cache lie in ``residence``, which holds what they hold."""
+    def where() -> Residence:
+        return residence
+
     for at, layer in enumerate(layers):
         own: dict[str, Any] = vars(layer)
         kind: Any = type(layer)
-        for name in ("keys", "values", "cumulative_length"):
-            own.pop(name, None)
-        own.update(residence=residence, at=at, kind=kind)
+        own.update(dict.fromkeys(own.keys() & {"keys", "values", "cumulative_length"}), residence=where, at=at, kind=kind)
         layer.__class__ = _resident_class(kind)
         residence.layers.append(weakref.ref(layer))
 
@@ -84,7 +87,7 @@ def enter(layers: list[Any], residence: Residence) -> None:
 def leave(layer: Any, copied: bool = False) -> None:
     """Make a resident layer one of its own class, whose tensors are views of what lay there, or copies."""
     own = vars(layer)
-    residence: Residence = own["residence"]
+    residence: Residence = own["residence"]()
     keys, values = layer.keys, layer.values
     if copied:
         keys, values = keys.clone(), values.clone()
@@ -102,12 +105,20 @@ def leave_all(residence: Residence, copied: bool = False) -> None:
 
 def residence_of(layer: Any) -> Residence | None:
     """Where a layer lies; None if it has memory of its own."""
-    own = getattr(layer, "__dict__", None)
-    return None if own is None else own.get("residence")
+    where = getattr(layer, "__dict__", {}).get("residence")
+    return None if where is None else where()
+
+
+def attributes(layer: Any) -> dict[str, Any]:
+    """What a layer of its own class would hold in the place of this one, resident or not."""
+    own = dict(vars(layer))
+    if "residence" in own:
+        _of_its_own(own, layer.keys, layer.values)
+    return own
 
 
 def _of_its_own(own: dict[str, Any], keys: Tensor, values: Tensor) -> None:
-    residence: Residence = own.pop("residence")
+    residence: Residence = own.pop("residence")()
     kind, _ = own.pop("kind"), own.pop("at")
     own.update(keys=keys, values=values)
     if issubclass(kind, names.sliding_cache_layer()):
@@ -116,5 +127,5 @@ def _of_its_own(own: dict[str, Any], keys: Tensor, values: Tensor) -> None:
 
 def _view(layer: Any, which: int) -> Tensor:
     own = vars(layer)
-    residence: Residence = own["residence"]
+    residence: Residence = own["residence"]()
     return residence.memory.view(residence, own["at"], which)
