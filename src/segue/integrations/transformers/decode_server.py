@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from segue import _torch
 from segue.capture.thread_state import reference_frame
 from segue.devices import Device
-from segue.errors import CaptureError, UsageError
+from segue.errors import CaptureError, GraphMemoryError, UsageError
 from segue.integrations.transformers import names, reasons
 from segue.integrations.transformers.attention import AttentionName
 from segue.integrations.transformers.decode_body import DecodeBody, StepState, has_flash
@@ -28,6 +29,7 @@ from segue.runner.memory_budget import mib
 from segue.runner.reasons import Reason
 from segue.runner.strategy import CapturedForward
 
+log = logging.getLogger("segue")
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _BATCHES_AHEAD = (1, 2, 4, 8)  # captured ahead of traffic
 _CUTS = (2, 10)  # layers before whose attention a graph is cut, so that the device starts while the rest is being launched
@@ -110,6 +112,7 @@ class DecodeServer:
         self._runner: GraphRunner | None = None
         self._pointed = 0  # the serial number of the residence that the state is ready for
         self._steps = itertools.count(1)
+        self._ahead: set[tuple[int, int]] = set()  # batches and widths captured ahead
         self.why_not = ""
 
     @property
@@ -118,7 +121,7 @@ class DecodeServer:
         return self._strategy.captured > 0
 
     @property
-    def scratch_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """Bytes of keys and values."""
         return 0 if self._memory is None else self._memory.nbytes
 
@@ -162,10 +165,24 @@ class DecodeServer:
             positions = positions.long()
         width, alone = width_for(residence.length + 1), batch == 1 and self._batches[0] > 1
         given = call.input_ids.view(batch), positions.expand(batch, 1).reshape(batch), width, alone
-        assert self._runner is not None
-        (out,) = (self._runner.reference if reference else self._runner)(*given)
+        out = self._run(given, reference)
+        if isinstance(out, Reason):
+            return out
         residence.length += 1
         residence.stepped, self._pointed = next(self._steps), residence.serial
+        return out
+
+    def _run(self, given: tuple[Any, ...], reference: bool = False) -> Tensor | Reason:
+        """The body's result; or why steps have no graphs from now on, if this one can't be captured. No cache has grown yet."""
+        assert self._runner is not None
+        try:
+            (out,) = (self._runner.reference if reference else self._runner)(*given)
+        except GraphMemoryError:
+            raise
+        except CaptureError as e:
+            self.why_not = f"a step can't be captured: {e}"
+            log.warning("segue: steps of one token run by breakable graphs: %s", e)
+            return reasons.no_full_graph(self.why_not)
         return out  # type: ignore[no-any-return]
 
     def capture(self, cache: Any, tokens: int) -> str | None:
@@ -186,10 +203,12 @@ class DecodeServer:
         for width in sorted({width_for(n) for n in (1, *(2**i for i in range(tokens.bit_length())), tokens)}, reverse=True):
             for batch in reversed(_BATCHES_AHEAD):
                 row = torch.zeros(batch, dtype=torch.long, device=self._device.torch_device)
-                for _ in range(2):
-                    self._runner(row, row, width, batch == 1 and self._batches[0] > 1)
+                for _ in range(0 if (batch, width) in self._ahead else 2):
+                    if isinstance(self._run((row, row, width, batch == 1 and self._batches[0] > 1)), Reason):
+                        return None
+                self._ahead.add((batch, width))
         count, seconds = self._strategy.captured - before, time.perf_counter() - start
-        return f"captured {count} full graphs of a step in {seconds:.1f} s; {mib(self._memory.nbytes)} resident memory"
+        return None if not count else f"captured {count} full graphs of a step in {seconds:.1f} s; {mib(self._memory.nbytes)} resident memory"
 
     def close(self) -> None:
         """Give every cache tensors of its own, and drop graphs and memory."""
@@ -292,6 +311,7 @@ class DecodeServer:
                 leave_all(residence, copied=True)
         self._body.memory = self._memory = memory
         self._pointed = 0
+        self._ahead.clear()
         self._strategy.captured = 0
         if self._runner is not None:
             self._runner.recapture()

@@ -84,6 +84,7 @@ class _Sliding:
 def _resident_class(kind: Any) -> type:
     parts: tuple[type, ...] = (_Resident, _Sliding) if issubclass(kind, names.sliding_cache_layer()) else (_Resident,)
     own = {name: value for part in parts for name, value in vars(part).items() if name not in ("__dict__", "__weakref__")}
+    own["__module__"] = kind.__module__  # by which transformers' objects are told
     return type(f"Resident{kind.__name__}", (kind,), own)  # with another base beside it, no layer could change its class for this
 
 
