@@ -5,41 +5,18 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from integrations.families import FAMILIES
-from integrations.twins import Twins, cache_of, cached, close, declined, full, held, tokens
-from segue.devices import Device
-from segue.integrations.transformers import accelerate
+from integrations.twins import Twins, cache_of, cached, close, declined, full, held
 
 Start = Callable[..., Any]
 _FAMILIES = ("qwen3", "llama", "gemma2", "qwen3_moe", "mistral", "gpt2")
 _GREEDY = {"do_sample": False, "max_new_tokens": 12}
-
-
-@pytest.fixture
-def start(device: Device) -> Iterator[Start]:
-    """``start(family, **options)``: the handle of a tiny model, restored at the test's end."""
-    handles: list[Any] = []
-
-    def make(family: str = "llama", **options: Any) -> Any:
-        model = FAMILIES[family].make().to(device.torch_device)
-        handles.append(accelerate(model, device=device, **{"max_tokens": 64, **options}))
-        return handles[-1]
-
-    yield make
-    for handle in handles:
-        handle.restore()
-
-
-@pytest.fixture
-def ids(device: Device) -> Callable[..., Tensor]:
-    return lambda batch=1, length=11, seed=0: tokens(device.torch_device, batch, length, seed)
 
 
 def padded(ids: Tensor) -> dict[str, Tensor]:
@@ -50,15 +27,15 @@ def padded(ids: Tensor) -> dict[str, Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-def flow(name: str, ids: Callable[..., Tensor]) -> dict[str, Any]:
+def flow(name: str, said: Callable[..., Tensor]) -> dict[str, Any]:
     """What ``generate`` is asked for."""
-    prompt = {"input_ids": ids(), "attention_mask": torch.ones_like(ids())}
+    prompt = {"input_ids": said(), "attention_mask": torch.ones_like(said())}
     return {
         "greedy": {**prompt, **_GREEDY},
-        "batch": {**padded(ids(3)), **_GREEDY},
+        "batch": {**padded(said(3)), **_GREEDY},
         "sampling": {**prompt, **_GREEDY, "do_sample": True, "top_k": 20},
         "beams": {**prompt, **_GREEDY, "num_beams": 3},
-        "beams of a batch": {**padded(ids(2)), **_GREEDY, "num_beams": 2},
+        "beams of a batch": {**padded(said(2)), **_GREEDY, "num_beams": 2},
         "several": {**prompt, **_GREEDY, "do_sample": True, "num_return_sequences": 3},
         "lookup": {**prompt, **_GREEDY, "prompt_lookup_num_tokens": 3},
     }[name]
@@ -66,8 +43,8 @@ def flow(name: str, ids: Callable[..., Tensor]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("asked", ["greedy", "batch", "sampling", "beams", "beams of a batch", "several", "lookup"])
 @pytest.mark.parametrize("family", _FAMILIES)
-def test_generate_says_the_untouched_models_tokens(family: str, asked: str, start: Start, ids: Callable[..., Tensor]) -> None:
-    handle, given = start(family), flow(asked, ids)
+def test_generate_says_the_untouched_models_tokens(family: str, asked: str, start: Start, said: Callable[..., Tensor]) -> None:
+    handle, given = start(family), flow(asked, said)
     for seed in (0, 1):
         torch.manual_seed(seed)
         with handle.untouched():
@@ -80,9 +57,9 @@ def test_generate_says_the_untouched_models_tokens(family: str, asked: str, star
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_a_model_and_its_assistant_are_both_served(family: str, start: Start, ids: Callable[..., Tensor]) -> None:
+def test_a_model_and_its_assistant_are_both_served(family: str, start: Start, said: Callable[..., Tensor]) -> None:
     handle, helper = start(family), start(family)
-    given = {"input_ids": ids(), "attention_mask": torch.ones_like(ids()), "assistant_model": helper.module, **_GREEDY}
+    given = {"input_ids": said(), "attention_mask": torch.ones_like(said()), "assistant_model": helper.module, **_GREEDY}
     with handle.untouched(), helper.untouched():
         want = handle.generate(**given)
     for _ in range(2):
@@ -91,19 +68,19 @@ def test_a_model_and_its_assistant_are_both_served(family: str, start: Start, id
 
 
 @pytest.mark.parametrize("family", _FAMILIES)
-def test_the_cache_is_the_untouched_models_after_every_step(family: str, start: Start, ids: Callable[..., Tensor]) -> None:
+def test_the_cache_is_the_untouched_models_after_every_step(family: str, start: Start, said: Callable[..., Tensor]) -> None:
     handle = start(family)
     for batch in (1, 3):
         talk = Twins(handle)
-        talk.say(ids(batch, 6))  # shorter than the window, and then longer
+        talk.say(said(batch, 6))  # shorter than the window, and then longer
         talk.steps(9)
     assert full(handle) > 8 and not handle.stats.declined and not handle.stats.eager
 
 
-def test_a_cropped_cache_decodes_on(start: Start, ids: Callable[..., Tensor]) -> None:
+def test_a_cropped_cache_decodes_on(start: Start, said: Callable[..., Tensor]) -> None:
     handle = start()
     talk = Twins(handle)
-    talk.say(ids())
+    talk.say(said())
     for seed in range(3):
         talk.steps(5, seed)
         talk.both(lambda cache: cache.crop(-3))
@@ -112,10 +89,10 @@ def test_a_cropped_cache_decodes_on(start: Start, ids: Callable[..., Tensor]) ->
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
-def test_a_copy_of_a_cache_decodes_beside_it(how: Any, start: Start, ids: Callable[..., Tensor]) -> None:
+def test_a_copy_of_a_cache_decodes_beside_it(how: Any, start: Start, said: Callable[..., Tensor]) -> None:
     handle = start("mistral")
     talk = Twins(handle)
-    talk.say(ids())
+    talk.say(said())
     talk.steps(4)
     other = talk.copied(how)
     if how is copy.copy:  # it shares its layers, as the untouched model's does
@@ -127,7 +104,7 @@ def test_a_copy_of_a_cache_decodes_beside_it(how: Any, start: Start, ids: Callab
     assert full(handle) > 6 and not handle.stats.declined
 
 
-def test_a_saved_cache_has_memory_of_its_own(start: Start, ids: Callable[..., Tensor]) -> None:
+def test_a_saved_cache_has_memory_of_its_own(start: Start, said: Callable[..., Tensor]) -> None:
     def through_torch(cache: Any) -> Any:
         saved = io.BytesIO()
         torch.save(cache, saved)
@@ -137,7 +114,7 @@ def test_a_saved_cache_has_memory_of_its_own(start: Start, ids: Callable[..., Te
 
     handle = start("mistral")
     talk = Twins(handle)
-    talk.say(ids())
+    talk.say(said())
     talk.steps(4)
     for how in (through_torch, lambda cache: pickle.loads(pickle.dumps(cache))):
         saved = talk.copied(how)
@@ -147,23 +124,23 @@ def test_a_saved_cache_has_memory_of_its_own(start: Start, ids: Callable[..., Te
     assert full(handle) > 8 and not handle.stats.declined
 
 
-def test_a_prefix_is_used_for_several_continuations(start: Start, ids: Callable[..., Tensor]) -> None:
+def test_a_prefix_is_used_for_several_continuations(start: Start, said: Callable[..., Tensor]) -> None:
     handle = start("qwen3")
     prefix = Twins(handle)
-    prefix.say(ids())
+    prefix.say(said())
     prefix.steps(3)
     for seed in range(3):
         talk = prefix.copied()
-        talk.say(ids(1, 4, seed))
+        talk.say(said(1, 4, seed))
         talk.steps(4, seed)
         prefix.check()
     assert full(handle) > 10 and not handle.stats.declined
 
 
-def test_a_cache_that_the_untouched_model_filled_is_taken_in(start: Start, ids: Callable[..., Tensor]) -> None:
+def test_a_cache_that_the_untouched_model_filled_is_taken_in(start: Start, said: Callable[..., Tensor]) -> None:
     handle = start("mistral")
     with torch.no_grad(), handle.untouched():
-        ours, theirs = (cache_of(handle(ids(2), use_cache=True)) for _ in range(2))
+        ours, theirs = (cache_of(handle(said(2), use_cache=True)) for _ in range(2))
     talk = Twins(handle, ours, theirs)
     talk.steps(6)
     with handle.untouched():  # and it may take it back
@@ -172,11 +149,11 @@ def test_a_cache_that_the_untouched_model_filled_is_taken_in(start: Start, ids: 
     assert full(handle) > 5 and not handle.stats.declined
 
 
-def test_conversations_take_turns(start: Start, ids: Callable[..., Tensor]) -> None:
+def test_conversations_take_turns(start: Start, said: Callable[..., Tensor]) -> None:
     handle = start("gemma2")
     talks = [Twins(handle) for _ in range(3)]
     for at, talk in enumerate(talks):
-        talk.say(ids(1 + at // 2, 5 + 4 * at))
+        talk.say(said(1 + at // 2, 5 + 4 * at))
     for turn in range(5):
         for at, talk in enumerate(talks):
             talk.steps(1, 10 * turn + at)
@@ -185,12 +162,12 @@ def test_conversations_take_turns(start: Start, ids: Callable[..., Tensor]) -> N
     assert full(handle) > 8 and not handle.stats.declined
 
 
-def test_a_view_that_somebody_holds_never_changes(start: Start, ids: Callable[..., Tensor]) -> None:
+def test_a_view_that_somebody_holds_never_changes(start: Start, said: Callable[..., Tensor]) -> None:
     handle = start()
     kept = []
     for seed in range(4):
         talk = Twins(handle)
-        talk.say(ids(1, 11, seed))
+        talk.say(said(1, 11, seed))
         talk.steps(4, seed)
         kept += [(t, t.clone()) for _, keys, values in held(talk.ours) for t in (keys, values)]
         talk.steps(2, seed)
@@ -200,10 +177,10 @@ def test_a_view_that_somebody_holds_never_changes(start: Start, ids: Callable[..
     assert full(handle) > 15 and not handle.stats.declined
 
 
-def test_masks_that_change_between_steps(start: Start, ids: Callable[..., Tensor]) -> None:
+def test_masks_that_change_between_steps(start: Start, said: Callable[..., Tensor]) -> None:
     handle = start("mistral")
     talk = Twins(handle)
-    talk.say(**_named(padded(ids(3))))
+    talk.say(**_named(padded(said(3))))
     talk.steps(4)
     assert talk.mask is not None
     talk.mask[1, :5] = 0  # more padding
@@ -223,10 +200,10 @@ def _named(given: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["four dimensions", "dict"])
-def test_a_mask_made_beforehand_goes_breakable(kind: str, start: Start, ids: Callable[..., Tensor]) -> None:
+def test_a_mask_made_beforehand_goes_breakable(kind: str, start: Start, said: Callable[..., Tensor]) -> None:
     handle = start("qwen3")
     talk = Twins(handle)
-    talk.say(**_named(padded(ids(2))))
+    talk.say(**_named(padded(said(2))))
     talk.steps(4)
     assert talk.mask is not None
     mask = torch.cat([talk.mask, torch.ones_like(talk.mask[:, :1])], 1).bool()[:, None, None]
@@ -235,10 +212,10 @@ def test_a_mask_made_beforehand_goes_breakable(kind: str, start: Start, ids: Cal
     assert declined(handle, "padding at the left") == 1 and not handle.stats.eager
 
 
-def test_no_mask_after_a_padded_one_shows_the_padding(start: Start, ids: Callable[..., Tensor]) -> None:
+def test_no_mask_after_a_padded_one_shows_the_padding(start: Start, said: Callable[..., Tensor]) -> None:
     handle = start("llama")
     talk = Twins(handle)
-    talk.say(**_named(padded(ids(2))))
+    talk.say(**_named(padded(said(2))))
     talk.steps(3)
     talk.ours, talk.theirs, talk.mask = talk.ours, copy.deepcopy(talk.ours), None
     talk.steps(3, 1)
@@ -246,10 +223,10 @@ def test_no_mask_after_a_padded_one_shows_the_padding(start: Start, ids: Callabl
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_positions_are_those_that_are_given(family: str, start: Start, ids: Callable[..., Tensor]) -> None:
+def test_positions_are_those_that_are_given(family: str, start: Start, said: Callable[..., Tensor]) -> None:
     handle = start(family)
     talk = Twins(handle)
-    talk.say(ids(2))
+    talk.say(said(2))
     device = handle.device
     talk.steps(2)
     for step in range(4):
@@ -259,64 +236,64 @@ def test_positions_are_those_that_are_given(family: str, start: Start, ids: Call
     assert full(handle) > 10 and not handle.stats.declined and not handle.stats.eager
 
 
-def test_a_batch_of_another_size_than_the_caches_is_the_models_error(start: Start, ids: Callable[..., Tensor]) -> None:
+def test_a_batch_of_another_size_than_the_caches_is_the_models_error(start: Start, said: Callable[..., Tensor]) -> None:
     handle = start()
     talk = Twins(handle)
-    talk.say(ids(2))
+    talk.say(said(2))
     talk.steps(4)
     for wrong in (1, 3):
         with torch.no_grad(), pytest.raises(RuntimeError):
-            handle(ids(wrong, 1), **cached(handle, copy.deepcopy(talk.theirs)))
+            handle(said(wrong, 1), **cached(handle, copy.deepcopy(talk.theirs)))
         with torch.no_grad(), pytest.raises(RuntimeError):
-            handle(ids(wrong, 1), **cached(handle, copy.deepcopy(talk.ours)))
+            handle(said(wrong, 1), **cached(handle, copy.deepcopy(talk.ours)))
         kept = talk.copied()
         kept.steps(1)
         with torch.no_grad(), pytest.raises(RuntimeError):
-            handle(ids(wrong, 1), **cached(handle, kept.ours))
+            handle(said(wrong, 1), **cached(handle, kept.ours))
     talk.steps(2, 1)
 
 
-def test_a_batch_larger_than_any_graph_goes_breakable(start: Start, ids: Callable[..., Tensor]) -> None:
+def test_a_batch_larger_than_any_graph_goes_breakable(start: Start, said: Callable[..., Tensor]) -> None:
     handle = start(max_tokens=256)
     for batch, more in ((65, 3), (64, 0)):
         talk = Twins(handle)
-        talk.say(ids(batch, 2))
+        talk.say(said(batch, 2))
         talk.steps(3)
         assert declined(handle, "larger batch") == 3
     assert full(handle) == 1 and not handle.stats.eager
 
 
 @pytest.mark.parametrize("given", [{}, {"logits_to_keep": 0}, {"logits_to_keep": 1}, {"return_dict": True}])
-def test_what_a_step_may_be_asked_for(given: dict[str, Any], start: Start, ids: Callable[..., Tensor]) -> None:
+def test_what_a_step_may_be_asked_for(given: dict[str, Any], start: Start, said: Callable[..., Tensor]) -> None:
     handle = start("qwen3")
     talk = Twins(handle)
-    talk.say(ids(2))
+    talk.say(said(2))
     assert talk.steps(5, **given).shape[:2] == (2, 1)
     assert full(handle) == 3 and not handle.stats.declined
 
 
-def test_what_a_step_can_not_be_asked_for_is_served_otherwise(start: Start, ids: Callable[..., Tensor]) -> None:
+def test_what_a_step_can_not_be_asked_for_is_served_otherwise(start: Start, said: Callable[..., Tensor]) -> None:
     handle = start("qwen3")
     talk = Twins(handle)
-    talk.say(ids())
+    talk.say(said())
     talk.steps(4)
     with torch.no_grad():
         for _ in range(3):
-            logits, cache, *_ = handle(ids(1, 1, 7), **cached(handle, talk.ours), return_dict=False)
+            logits, cache, *_ = handle(said(1, 1, 7), **cached(handle, talk.ours), return_dict=False)
             with handle.untouched():
-                want = handle(ids(1, 1, 7), **cached(handle, talk.theirs))
+                want = handle(said(1, 1, 7), **cached(handle, talk.theirs))
             close(logits, want.logits)
             assert cache is talk.ours
             talk.check()
             got, want = talk.ours, talk.theirs
-            seen = handle(ids(1, 1, 8), **cached(handle, got), output_hidden_states=True).hidden_states
+            seen = handle(said(1, 1, 8), **cached(handle, got), output_hidden_states=True).hidden_states
             with handle.untouched():
-                known = handle(ids(1, 1, 8), **cached(handle, want), output_hidden_states=True).hidden_states
+                known = handle(said(1, 1, 8), **cached(handle, want), output_hidden_states=True).hidden_states
             assert len(seen) == len(known)
             for a, b in zip(seen, known, strict=True):
                 close(a, b)
             talk.check()
-            embeds = handle.get_input_embeddings()(ids(1, 1, 9))
+            embeds = handle.get_input_embeddings()(said(1, 1, 9))
             a = handle(inputs_embeds=embeds, **cached(handle, got)).logits
             with handle.untouched():
                 close(a, handle(inputs_embeds=embeds, **cached(handle, want)).logits)
@@ -325,13 +302,13 @@ def test_what_a_step_can_not_be_asked_for_is_served_otherwise(start: Start, ids:
     assert full(handle) > 6 and not handle.stats.eager
 
 
-def test_gradients_are_recorded_where_they_are_wanted(start: Start, ids: Callable[..., Tensor]) -> None:
+def test_gradients_are_recorded_where_they_are_wanted(start: Start, said: Callable[..., Tensor]) -> None:
     handle = start()
     talk = Twins(handle)
-    talk.say(ids())
+    talk.say(said())
     talk.steps(4)
     before = full(handle)
-    out = handle(ids(1, 1), **cached(handle, talk.copied().ours))
+    out = handle(said(1, 1), **cached(handle, talk.copied().ours))
     out.logits.sum().backward()
     assert handle.get_output_embeddings().weight.grad is not None and full(handle) == before
     handle.requires_grad_(False)
@@ -340,15 +317,15 @@ def test_gradients_are_recorded_where_they_are_wanted(start: Start, ids: Callabl
     for layer in keys.ours.layers:
         layer.keys = layer.keys.detach().requires_grad_()
     for ours in (1, 4):
-        assert handle(ids(1, ours), **cached(handle, copy.copy(keys.ours))).logits.requires_grad
+        assert handle(said(1, ours), **cached(handle, copy.copy(keys.ours))).logits.requires_grad
     talk.steps(2, 4)
 
 
-def test_layers_that_the_user_replaces(start: Start, ids: Callable[..., Tensor]) -> None:
+def test_layers_that_the_user_replaces(start: Start, said: Callable[..., Tensor]) -> None:
     handle = start("mistral")
     talk, other = Twins(handle), Twins(handle)
-    talk.say(ids())
-    other.say(ids(1, 11, 1))
+    talk.say(said())
+    other.say(said(1, 11, 1))
     talk.steps(3)
     other.steps(3)
 
@@ -370,11 +347,11 @@ def test_layers_that_the_user_replaces(start: Start, ids: Callable[..., Tensor])
     assert full(handle) > 10 and not handle.stats.declined
 
 
-def test_batches_are_selected_repeated_and_reordered(start: Start, ids: Callable[..., Tensor]) -> None:
+def test_batches_are_selected_repeated_and_reordered(start: Start, said: Callable[..., Tensor]) -> None:
     handle = start("mistral")
     device = handle.device
     talk = Twins(handle)
-    talk.say(ids(2))
+    talk.say(said(2))
     talk.steps(3)
     changes: list[Callable[[Any], Any]] = [
         lambda cache: cache.batch_repeat_interleave(2),
@@ -386,15 +363,15 @@ def test_batches_are_selected_repeated_and_reordered(start: Start, ids: Callable
         talk.check()
         talk.steps(3, seed)
     talk.both(lambda cache: cache.reset())
-    talk.say(ids(1, 5))
+    talk.say(said(1, 5))
     talk.steps(3)
     assert full(handle) > 6 and not handle.stats.declined
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_a_resident_cache_looks_like_any_other(family: str, start: Start, ids: Callable[..., Tensor]) -> None:
+def test_a_resident_cache_looks_like_any_other(family: str, start: Start, said: Callable[..., Tensor]) -> None:
     talk = Twins(start(family))
-    talk.say(ids())
+    talk.say(said())
     talk.steps(4)
     ours, theirs = talk.ours, talk.theirs
     assert repr(ours) == repr(theirs) and len(ours) == len(theirs) and ours.is_initialized
@@ -408,10 +385,10 @@ def test_a_resident_cache_looks_like_any_other(family: str, start: Start, ids: C
         assert getattr(a, "cumulative_length", 0) == getattr(b, "cumulative_length", 0)
 
 
-def test_a_sliding_layer_that_records_the_past_can_be_cropped(start: Start, ids: Callable[..., Tensor]) -> None:
+def test_a_sliding_layer_that_records_the_past_can_be_cropped(start: Start, said: Callable[..., Tensor]) -> None:
     handle = start("mistral")
     talk = Twins(handle)
-    talk.say(ids())
+    talk.say(said())
     talk.steps(4)
 
     def record(cache: Any) -> None:
@@ -425,10 +402,10 @@ def test_a_sliding_layer_that_records_the_past_can_be_cropped(start: Start, ids:
     assert declined(handle, "can't lie in resident memory") == 4
 
 
-def test_a_cache_of_another_dtype(start: Start, ids: Callable[..., Tensor]) -> None:
+def test_a_cache_of_another_dtype(start: Start, said: Callable[..., Tensor]) -> None:
     handle = start()
     talk = Twins(handle)
-    talk.say(ids())
+    talk.say(said())
     talk.steps(4)
 
     def cast(cache: Any) -> None:
@@ -439,5 +416,5 @@ def test_a_cache_of_another_dtype(start: Start, ids: Callable[..., Tensor]) -> N
     kept.both(cast)
     for model in (handle.untouched(), handle.with_body(None)):
         with model, torch.no_grad(), pytest.raises(RuntimeError):
-            handle(ids(1, 1), **cached(handle, copy.deepcopy(kept.ours)))
+            handle(said(1, 1), **cached(handle, copy.deepcopy(kept.ours)))
     talk.steps(3, 1)
