@@ -182,7 +182,7 @@ def storage_users(t: Tensor) -> int:
 def with_own_storage(t: Tensor) -> Tensor:
     """The same memory, which it keeps alive, behind a storage of its own, so that who looks at this part of it can be counted."""
     with torch.inference_mode(False):
-        return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(t))  # type: ignore[no-any-return]
+        return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(t))  # type: ignore[attr-defined]
 
 
 def address(t: Tensor) -> int:

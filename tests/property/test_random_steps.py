@@ -104,7 +104,8 @@ class Played:
 
     def copy(self, talk: Twins, number: int) -> None:
         other = talk.copied(copy.copy)
-        other.both(lambda cache: setattr(cache, "layers", [copy.copy(layer) for layer in cache.layers]))
+        other.ours.layers = [copy.copy(layer) for layer in other.ours.layers]
+        other.theirs = copy.deepcopy(other.theirs)  # a copied layer of resident memory has memory of its own
         self.talks = [*self.talks[-3:], other]
 
     def drop(self, talk: Twins, number: int) -> None:
