@@ -241,36 +241,6 @@ def waited(t: Any) -> Tensor:
     return done
 
 
-def is_collective(op: str) -> bool:
-    """Whether the operator of this name lets ranks talk to each other."""
-    return op.startswith(("c10d::", "_c10d_functional")) and op not in _NO_TALK
-
-
-def is_between_two(op: str) -> bool:
-    """Whether an operator is one rank's half of a transfer, which the other half may be begun before."""
-    return op in ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
-
-
-def done(result: Any) -> Any:
-    """``result``, of a collective, when it is there: each of its tensors and works has been waited for. In the place of a work
-    there is another one, since some works run ops each time they are waited for.
-    """
-    if isinstance(result, Tensor):
-        return torch.ops._c10d_functional.wait_tensor(result)
-    if isinstance(result, list | tuple):
-        return type(result)(done(r) for r in result)
-    if isinstance(result, torch.ScriptObject):
-        work: Any = torch._C._distributed_c10d
-        work.Work.unbox(result).wait()
-        finished: Any = torch.futures.Future()
-        finished.set_result(None)
-        return work._create_work_from_future(finished).boxed()
-    return result
-
-
-_NO_TALK = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
-
-
 def inference_guard(enabled: bool) -> Any:
     """``torch.inference_mode`` without its Python frames: a context manager that is in force as soon as it is made."""
     return _inference_guard(enabled)
