@@ -251,7 +251,7 @@ class Accelerated(ProvenHandle):
         call = self._reader.read(args, kwargs)
         if isinstance(call, str):
             return self._untouched_forward(call, args, kwargs)
-        if self._needs_gradients(call.embeds):
+        if self._needs_gradients(call.embeds, cache=call.cache):
             return self._untouched_forward(reasons.GRADIENTS, args, kwargs)
         if (layers := self._layers_to_run()) != self._layers:
             return self._untouched_forward(reasons.other_depth(layers, self._layers), args, kwargs)
