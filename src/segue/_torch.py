@@ -33,7 +33,7 @@ _NEEDED = (
     *("torch._C._dynamo.eval_frame.set_code_exec_strategy", "torch._neg_view", "torch._foreach_copy_"),
     "torch.Generator._cdata",
     *("torch.utils._device.CURRENT_DEVICE", "torch.utils._python_dispatch._get_current_dispatch_mode"),
-    *("torch._C._storage_Use_Count", "torch._C._is_tracing", "torch.autograd.profiler._is_profiler_enabled"),
+    *("torch._C._storage_Use_Count", "torch._C._to_dlpack", "torch._C._is_tracing", "torch.autograd.profiler._is_profiler_enabled"),
 )
 
 
@@ -118,13 +118,22 @@ _SILENT |= {"batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_ga
 def written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Positions and names of the arguments that an ``OpOverload`` writes, or may write."""
     schema = getattr(func, "_schema", None)
-    unsaid = {"running_mean", "running_var"} if schema is not None and schema.name.removeprefix("aten::") in _SILENT else set()
+    unsaid = _unsaid_writes("" if schema is None else schema.name)
     written = [
         (i, a.name)
         for i, a in enumerate(getattr(schema, "arguments", ()))
         if a.name in unsaid or (a.alias_info is not None and a.alias_info.is_write)
     ]
     return tuple(i for i, _ in written), tuple(name for _, name in written)
+
+
+def _unsaid_writes(op: str) -> set[str]:
+    """The arguments that an op writes though its schema doesn't say so."""
+    if op.removeprefix("aten::") in _SILENT:
+        return {"running_mean", "running_var"}
+    if op.startswith("c10d::") and op != "c10d::send":
+        return {"tensors", "output", "outputs", "output_tensor", "output_tensors", "output_lists"}
+    return {"tensor", "tensors"} if op in ("_c10d_functional::irecv", "_c10d_functional::batch_p2p_ops") else set()
 
 
 def written(
@@ -140,13 +149,17 @@ RE_STORING = {"set_", "resize_", "resize_as_", "_resize_output_"}
 
 
 def tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among an op's arguments. An op's arguments nest at most one list deep."""
+    """The tensors among an op's arguments. An op's arguments nest at most two lists deep."""
     found = []
     for a in (*args, *kwargs.values()):
         if isinstance(a, Tensor):
             found.append(a)
         elif isinstance(a, list | tuple):
-            found.extend(b for b in a if isinstance(b, Tensor))
+            for b in a:
+                if isinstance(b, Tensor):
+                    found.append(b)
+                elif isinstance(b, list | tuple):
+                    found.extend(c for c in b if isinstance(c, Tensor))
     return found
 
 
@@ -182,7 +195,7 @@ def storage_users(t: Tensor) -> int:
 def with_own_storage(t: Tensor) -> Tensor:
     """The same memory, which it keeps alive, behind a storage of its own, so that who looks at this part of it can be counted."""
     with torch.inference_mode(False):
-        return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(t))  # type: ignore[attr-defined]
+        return torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(t))
 
 
 def address(t: Tensor) -> int:

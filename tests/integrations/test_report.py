@@ -111,3 +111,12 @@ def test_a_head_of_its_own_is_why_first_tokens_have_no_graph(make: Make, graphed
     model = make()
     model.lm_head = torch.nn.Sequential(model.lm_head)
     assert "| first token | its head does more with the last hidden state than a linear layer |" in graphed(model.eval()).report()
+
+
+def test_why_steps_went_breakable_stands_beside_what_to_change(make: Make, graphed: Make, ids: Make) -> None:
+    handle = graphed(make(), max_context=6)
+    with torch.no_grad():
+        handle.generate(ids(1, 5), max_new_tokens=5, do_sample=False)
+    ((reason, count),) = handle.stats.declined.items()
+    head = "| left to breakable graphs because of | forwards | what to change |\n| --- | --- | --- |\n"
+    assert f"{head}| {reason} | {count} | {of_models.FULL_CONTEXT.remedy} |" in handle.report()
