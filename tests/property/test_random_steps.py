@@ -23,6 +23,7 @@ pytest.importorskip("transformers")
 from integrations.families import FAMILIES
 from integrations.twins import Twins, full, held, tokens
 from segue.integrations.transformers import accelerate, decode_server, resident_memory
+from segue.integrations.transformers.resident_layers import residence_of
 
 _MODELS = ("llama", "mistral", "gemma2")
 _number = st.integers(0, 7)
@@ -149,8 +150,9 @@ class Played:
         talk.both(lambda cache: cache.layers.__setitem__(at, copy.deepcopy(cache.layers[at])))
 
     def write(self, talk: Twins, number: int) -> None:
-        self.looked_at.clear()  # of which this may be one
-        talk.both(lambda cache: cache.layers[number % 2].values[..., -1:, :].mul_(0.5))
+        if residence_of(talk.ours.layers[number % 2]) is not None:  # or a shallow copy would be written too
+            self.looked_at.clear()  # of which this may be one
+            talk.both(lambda cache: cache.layers[number % 2].values[..., -1:, :].mul_(0.5))
 
     def masked(self, talk: Twins, number: int) -> None:
         if talk.mask is not None:
