@@ -263,3 +263,21 @@ def test_a_view_may_outlive_everything(start: Start, said: Said) -> None:
     del talk
     gc.collect()
     close(view, want)
+
+
+def test_rows_behind_a_window_are_numbers(device: Device) -> None:
+    memory = resident_memory.ResidentMemory([resident_memory.LayerShape(2, 8, 8, window=4)], 32, torch.float32, device.torch_device)
+    for t in memory._owned:
+        t.fill_(float("nan"))
+    residence = memory.place(2, 16)
+    assert residence is not None and memory.place(1, 1) is None
+    kept = torch.randn(2, 2, 3, 8, device=device.torch_device)  # a sliding layer keeps no more of ten tokens
+    residence.take_in([(kept, kept)], 10)
+    for room in residence.rooms:  # flash attention multiplies those by 0, which must give 0
+        assert bool(room[:, :10].isfinite().all()) and torch.equal(room[:, 7:10].transpose(1, 2), kept)
+    view = memory.view(residence, 0, 1)
+    assert torch.equal(view, kept)
+    del residence, room
+    assert memory.place(1, 1) is None  # somebody looks at it
+    del view
+    assert memory.place(2, 16) is not None
