@@ -266,7 +266,8 @@ def test_a_view_may_outlive_everything(start: Start, said: Said) -> None:
 
 
 def test_rows_behind_a_window_are_numbers(device: Device) -> None:
-    memory = resident_memory.ResidentMemory([resident_memory.LayerShape(2, 8, 8, window=4)], 32, torch.float32, device.torch_device)
+    shape = resident_memory.LayerShape(2, 8, 8, window=4)
+    memory = resident_memory.ResidentMemory([shape], 32, torch.float32, device.torch_device)
     for t in memory._owned:
         t.fill_(float("nan"))
     residence = memory.place(2, 16)
