@@ -118,13 +118,22 @@ _SILENT |= {"batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_ga
 def written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Positions and names of the arguments that an ``OpOverload`` writes, or may write."""
     schema = getattr(func, "_schema", None)
-    unsaid = {"running_mean", "running_var"} if schema is not None and schema.name.removeprefix("aten::") in _SILENT else set()
+    unsaid = _unsaid_writes("" if schema is None else schema.name)
     written = [
         (i, a.name)
         for i, a in enumerate(getattr(schema, "arguments", ()))
         if a.name in unsaid or (a.alias_info is not None and a.alias_info.is_write)
     ]
     return tuple(i for i, _ in written), tuple(name for _, name in written)
+
+
+def _unsaid_writes(op: str) -> set[str]:
+    """The arguments that an op writes though its schema doesn't say so."""
+    if op.removeprefix("aten::") in _SILENT:
+        return {"running_mean", "running_var"}
+    if op.startswith("c10d::") and op != "c10d::send":
+        return {"tensors", "output", "outputs", "output_tensor", "output_tensors", "output_lists"}
+    return {"tensor", "tensors"} if op in ("_c10d_functional::irecv", "_c10d_functional::batch_p2p_ops") else set()
 
 
 def written(
@@ -140,13 +149,17 @@ RE_STORING = {"set_", "resize_", "resize_as_", "_resize_output_"}
 
 
 def tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among an op's arguments. An op's arguments nest at most one list deep."""
+    """The tensors among an op's arguments. An op's arguments nest at most two lists deep."""
     found = []
     for a in (*args, *kwargs.values()):
         if isinstance(a, Tensor):
             found.append(a)
         elif isinstance(a, list | tuple):
-            found.extend(b for b in a if isinstance(b, Tensor))
+            for b in a:
+                if isinstance(b, Tensor):
+                    found.append(b)
+                elif isinstance(b, list | tuple):
+                    found.extend(c for c in b if isinstance(c, Tensor))
     return found
 
 
@@ -226,6 +239,36 @@ def waited(t: Any) -> Tensor:
     """The result of a collective that was under way. What uses it on the current stream comes after the collective."""
     done: Tensor = t.trigger_wait()
     return done
+
+
+def is_collective(op: str) -> bool:
+    """Whether the operator of this name lets ranks talk to each other."""
+    return op.startswith(("c10d::", "_c10d_functional")) and op not in _NO_TALK
+
+
+def is_between_two(op: str) -> bool:
+    """Whether an operator is one rank's half of a transfer, which the other half may be begun before."""
+    return op in ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
+
+
+def done(result: Any) -> Any:
+    """``result``, of a collective, when it is there: each of its tensors and works has been waited for. In the place of a work
+    there is another one, since some works run ops each time they are waited for.
+    """
+    if isinstance(result, Tensor):
+        return torch.ops._c10d_functional.wait_tensor(result)
+    if isinstance(result, list | tuple):
+        return type(result)(done(r) for r in result)
+    if isinstance(result, torch.ScriptObject):
+        work: Any = torch._C._distributed_c10d
+        work.Work.unbox(result).wait()
+        finished: Any = torch.futures.Future()
+        finished.set_result(None)
+        return work._create_work_from_future(finished).boxed()
+    return result
+
+
+_NO_TALK = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
 
 
 def inference_guard(enabled: bool) -> Any:

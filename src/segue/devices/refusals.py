@@ -24,6 +24,7 @@ HOST_COPY = (
     "it copies from pageable host memory, or waits for a copy from pinned memory, which CUDA refuses while it records, and every "
     "replay would see the same values. Make the copy before the capture, hand it in as an input, or move it into a break point."
 )
+BARRIER = f"it makes the host wait for all ranks, which no replay would do. {MEND}."
 # Methods of tensors that read their values on the host.
 READS = (
     *("item", "tolist", "numpy", "cpu", "is_nonzero", "apply_", "map_", "map2_", "__array__", "__bool__", "__int__"),
@@ -39,6 +40,7 @@ FACTORIES = (
 )
 
 _READS_HOST = {"is_nonzero", "_assert_scalar", "_linalg_check_errors", "tensor_split.tensor_indices_or_sections"}
+_BARRIERS = {"c10d::barrier", "c10d::monitored_barrier_"}
 _COUNTS = {"nonzero", "nonzero_numpy", "argwhere", "masked_select", "bincount", "_unique", "_unique2", "unique_dim"}
 _COUNTS |= {"unique_consecutive", "unique_dim_consecutive"}
 _MASKED_READ = {"index.Tensor", "index.Tensor_out", "_unsafe_index.Tensor"}
@@ -49,6 +51,8 @@ _CHECKED = {"lift_fresh", "one_hot", "repeat_interleave.Tensor", "copy_", "histc
 def op_refusal(func: Any) -> str | None:
     """Why no graph can hold any call of an ``OpOverload`` on tensors of the device; None if its arguments decide."""
     op = _op(func)
+    if op in _BARRIERS:
+        return BARRIER
     if op in _READS_HOST or torch.Tag.data_dependent_output in func.tags:
         return HOST_READ
     if op.split(".")[0] in _COUNTS or (torch.Tag.dynamic_output_shape in func.tags and op not in _CHECKED):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +28,9 @@ class OpInfo:
     ``op``: its name without ``aten::``. ``run``: its kernel. ``opens``: the dispatch key whose kernel is run under the capture's
     mode, so that the ops inside arrive one by one; None to record the op as it is. ``body``: the Python function of a custom op,
     which is run in the same way. ``writes``: positions and names of the arguments that the op writes in place. ``allocates``: it
-    returns uninitialised memory and launches no kernel. ``acts``: it returns nothing, so it is called for an effect. ``random``:
-    it draws random numbers. ``refused``: why no graph can hold it, or None. ``checked``: :func:`refusals.check_arguments`
-    must look at each call.
+    returns uninitialised memory and launches no kernel. ``acts``: it is called for an effect, as it returns nothing or talks to
+    other ranks. ``half``: it is one rank's half of a transfer, and is not waited for at once. ``random``: it draws random
+    numbers. ``refused``: why no graph can hold it, or None. ``checked``: :func:`refusals.check_arguments` must look at each call.
     """
 
     op: str
@@ -39,6 +40,7 @@ class OpInfo:
     writes: tuple[tuple[int, ...], tuple[str, ...]]
     allocates: bool
     acts: bool
+    half: bool
     random: bool
     refused: str | None
     checked: bool
@@ -75,15 +77,22 @@ def _learn(func: Any) -> OpInfo:
         opens, body = _torch.python_kernel(name), _torch.custom_op_body(name)
         if opens is None and _torch.has_kernel(name, "CompositeImplicitAutograd"):
             opens = "CompositeImplicitAutograd"
+    run, half, talks = _torch.kernel(func), _torch.is_between_two(name), _torch.is_collective(name)
     return OpInfo(
         op=op,
-        run=_torch.kernel(func),
+        run=partial(_whole, run) if talks and not half else run,
         opens=opens,
         body=body,
         writes=writes,
         allocates=base in _ALLOCATES and not writes[0],
-        acts=not schema.returns,
+        acts=talks or not schema.returns,
+        half=half,
         random=torch.Tag.nondeterministic_seeded in tags,
         refused=refused,
         checked=checked,
     )
+
+
+def _whole(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a collective to its end. On CUDA the stream would wait for it."""
+    return _torch.done(run(*args, **kwargs))

@@ -46,6 +46,8 @@ class EmulatedRecording:
         self._undo: dict[tuple[str, int], Callable[[], None]] = {}
         self._generators: dict[int, tuple[Generator, Tensor]] = {}
         self._may_draw_from = set(map(_torch.generator_key, (torch.default_generator, *generators.known())))
+        self._transfers: list[Any] = []  # begun by a replay, and not yet waited for
+        self._talks = False  # the last step begins one
         self._open = True
         self._seed = torch.default_generator.initial_seed()
         with _plain():
@@ -117,6 +119,7 @@ class EmulatedRecording:
                 raise refused
             finally:
                 del refused  # its traceback holds this frame
+        self._await_transfers()
         self._leave()
         self._literals.clear()
         take_back = partial(_take_back, self._undo, self._generators)
@@ -169,8 +172,18 @@ class EmulatedRecording:
             where = _source_lines.caller()
             bake = partial(self._bake, known.op, where)
             run = partial(known.run, *_map(bake, args), **{k: _map(bake, v) for k, v in kwargs.items()})
-            self._steps.append(TapeStep(run, _joined(fresh.stores), known.op, where))
+            if not known.half:
+                self._await_transfers()
+            store = self._transfers.append if known.half else _joined(fresh.stores)
+            self._steps.append(TapeStep(run, store, known.op, where))
+            self._talks = known.half
         return mine
+
+    def _await_transfers(self) -> None:
+        """Have replays wait for the transfers between two ranks that were begun last. All may be begun before one is done."""
+        if self._talks:
+            self._talks = False
+            self._steps.append(TapeStep(partial(_finish, self._transfers), None, "c10d::wait", self._steps[-1].where))
 
     def _bake(self, op: str, where: str, t: Tensor) -> Tensor:
         address, nbytes = _torch.storage_span(t)
@@ -255,6 +268,12 @@ def _take_back(undo: dict[tuple[str, int], Callable[[], None]], drawn_from: dict
             restore()
         for generator, before in drawn_from.values():
             generator.set_state(before)
+
+
+def _finish(transfers: list[Any]) -> None:
+    begun = transfers[:]
+    transfers.clear()
+    _torch.done(begun)
 
 
 def _restore_storage(storage: torch.UntypedStorage, address: int, before: ctypes.Array[ctypes.c_char]) -> None:
