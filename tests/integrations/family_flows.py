@@ -68,8 +68,8 @@ def _parts(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Tensor
 
 def _is_of_a_cache(value: Any) -> bool:
     kind = type(value)
-    resident = kind.__module__ == "segue.integrations.transformers.resident_layers"
-    return (kind.__module__.startswith("transformers") or resident) and hasattr(value, "__dict__") and not kind.__name__.endswith("Config")
+    home = kind.__module__.startswith("transformers") or kind.__module__.endswith(".resident_layers")
+    return home and hasattr(value, "__dict__") and not kind.__name__.endswith("Config")
 
 
 def _generated(out: Any) -> Seen:
@@ -167,7 +167,7 @@ class _Decoding:
         return seen | _generated(model.generate(**self.prompt(1, _PADDED[1]), max_new_tokens=4, **_GREEDY))
 
     def steps(self, model: Any) -> Seen:
-        """What full graphs may serve: steps of one token, alone and in a padded batch, in beams, and what they leave in the cache."""
+        """What full graphs may serve: steps of one token, alone, in a padded batch, in beams, and what they leave behind."""
         chunks = _named("in chunks", cache_parts((last := [*self.chunks(model)][-1])[cache_name(last)]))
         return self.decode(model) | _named("batch", self.batch(model)) | _named("beams", self.beams(model)) | chunks
 

@@ -198,8 +198,10 @@ class DecodeServer:
                     if isinstance(self._run((row, row, width, batch == 1 and self._batches[0] > 1)), Reason):
                         return None
                 self._ahead.add((batch, width))
-        count, seconds = self._strategy.captured - before, time.perf_counter() - start
-        return None if not count else f"captured {count} full graphs of a step in {seconds:.1f} s; {mib(self._memory.nbytes)} resident memory"
+        if not (count := self._strategy.captured - before):
+            return None
+        seconds, memory = time.perf_counter() - start, mib(self._memory.nbytes)
+        return f"captured {count} full graphs of a step in {seconds:.1f} s; {memory} resident memory"
 
     def close(self) -> None:
         """Give every cache its tensors, and drop graphs and memory."""
