@@ -334,16 +334,18 @@ def main(arguments: list[str] | None = None) -> int:
     with graphs_of(model, device) as runner:
         tokens, _, by_graphs = served(runner, device, text)
         stats = runner.stats
+    same = torch.tensor([tokens == wanted], dtype=torch.int32, device=device)
     if ranks > 1:
+        dist.all_reduce(same, dist.ReduceOp.MIN)  # on each rank
         dist.destroy_process_group()
-    same, counts = tokens == wanted, {name: stats.strategies.get(name, 0) for name in ("full", "breakable")}
+    counts = {name: stats.strategies.get(name, 0) for name in ("full", "breakable")}
     if rank == 0:
         if device.type == "cpu":
             print("emulated on CPU: the figures of speed mean nothing")
         print(f"{len(tokens)} requests, {engine.generated} new tokens in {engine.steps} steps, served twice; ranks: {ranks}")
         print(f"tokens per second: {by_plain:.0f} by the plain model, {by_graphs:.0f} out of graphs")
         print(f"steps out of graphs: {counts['full']} full, {counts['breakable']} breakable, {stats.eager} eager")
-    print(f"rank {rank}: tokens are equal: {same}")
+        print(f"tokens are equal: {bool(same)}")
     return 0 if same else 1
 
 

