@@ -33,7 +33,7 @@ _NEEDED = (
     *("torch._C._dynamo.eval_frame.set_code_exec_strategy", "torch._neg_view", "torch._foreach_copy_"),
     "torch.Generator._cdata",
     *("torch.utils._device.CURRENT_DEVICE", "torch.utils._python_dispatch._get_current_dispatch_mode"),
-    *("torch._C._storage_Use_Count", "torch._C._is_tracing", "torch.autograd.profiler._is_profiler_enabled"),
+    *("torch._C._storage_Use_Count", "torch._C._to_dlpack", "torch._C._is_tracing", "torch.autograd.profiler._is_profiler_enabled"),
 )
 
 
@@ -192,6 +192,12 @@ def storage_users(t: Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the storage's own Python object is counted too
 
 
+def with_own_storage(t: Tensor) -> Tensor:
+    """The same memory, which it keeps alive, behind a storage of its own, so that who looks at this part of it can be counted."""
+    with torch.inference_mode(False):
+        return torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(t))
+
+
 def address(t: Tensor) -> int:
     """Address at which the storage behind ``t`` begins; 0 if ``t`` has none, as an empty, meta, sparse or wrapper tensor."""
     if t.layout is not torch.strided:
@@ -239,36 +245,6 @@ def waited(t: Any) -> Tensor:
     """The result of a collective that was under way. What uses it on the current stream comes after the collective."""
     done: Tensor = t.trigger_wait()
     return done
-
-
-def is_collective(op: str) -> bool:
-    """Whether the operator of this name lets ranks talk to each other."""
-    return op.startswith(("c10d::", "_c10d_functional")) and op not in _NO_TALK
-
-
-def is_between_two(op: str) -> bool:
-    """Whether an operator is one rank's half of a transfer, which the other half may be begun before."""
-    return op in ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
-
-
-def done(result: Any) -> Any:
-    """``result``, of a collective, when it is there: each of its tensors and works has been waited for. In the place of a work
-    there is another one, since some works run ops each time they are waited for.
-    """
-    if isinstance(result, Tensor):
-        return torch.ops._c10d_functional.wait_tensor(result)
-    if isinstance(result, list | tuple):
-        return type(result)(done(r) for r in result)
-    if isinstance(result, torch.ScriptObject):
-        work: Any = torch._C._distributed_c10d
-        work.Work.unbox(result).wait()
-        finished: Any = torch.futures.Future()
-        finished.set_result(None)
-        return work._create_work_from_future(finished).boxed()
-    return result
-
-
-_NO_TALK = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
 
 
 def inference_guard(enabled: bool) -> Any:

@@ -81,6 +81,14 @@ class NoBucketError(SegueError):
     """
 
 
+class RankError(SegueError):
+    """The ranks of a runner's ``group=`` can't agree on a call: one didn't come in time, or refused its part.
+
+    What to do: make each call on every rank, one without work with 0 rows. If a rank refused its part, its own error says why;
+    nothing of the call has run on any.
+    """
+
+
 def traced(who: str) -> UsageError:
     """The error for graphs that are replayed inside ``torch.jit.trace``. ``who``: what replays them."""
     return UsageError(

@@ -154,6 +154,7 @@ model.up.weight = nn.Parameter(torch.ones(4, 4))
 call(runner)
 """,
     },
+    segue.RankError: {},
     segue.UnsupportedTorchError: {},
 }
 _ROLE = re.compile(r":\w+:`~?([^`]+)`")

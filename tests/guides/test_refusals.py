@@ -25,5 +25,6 @@ def test_every_error_is_on_the_page_and_says_what_to_do() -> None:
     errors = {e for name in segue.__all__ if isinstance(e := getattr(segue, name), type) and issubclass(e, segue.SegueError)}
     assert errors - {segue.SegueError} == set(refusals.EXAMPLES)
     assert all("What to do: " in (error.__doc__ or "") for error in errors)
-    # Nothing can make these two happen here: the device must be full, or torch another one.
-    assert {e for e, shown in refusals.EXAMPLES.items() if not shown} == {segue.GraphMemoryError, segue.UnsupportedTorchError}
+    # Nothing can make these happen here: the device must be full, a rank missing, or torch another one.
+    unshown = {e for e, shown in refusals.EXAMPLES.items() if not shown}
+    assert unshown == {segue.GraphMemoryError, segue.RankError, segue.UnsupportedTorchError}

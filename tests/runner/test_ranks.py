@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import segue
 from runner.two_ranks import TwoRanks, two_ranks
+from segue.devices import Device
 
 INPUTS = {"x": segue.Input(0, 0.0)}
 
@@ -206,3 +208,210 @@ def _tensor_parallel(place: torch.device) -> Any:
 
 def test_a_tensor_parallel_module_gives_what_one_rank_gives(ranks: TwoRanks) -> None:
     assert ranks(_tensor_parallel) == [3, 3]
+
+
+def _sum_over_ranks(x: Tensor) -> Tensor:
+    """Each row, twice, plus the sum of all real rows of all ranks."""
+    y = x * 2
+    return y + _sum_of_rows(y)
+
+
+@segue.break_point(trim=("y",))
+def _sum_of_rows(y: Tensor) -> Tensor:
+    total = y.sum(0, keepdim=True)
+    dist.all_reduce(total)
+    return total
+
+
+def _rows(n: int, k: int, place: torch.device) -> Tensor:
+    return torch.full((n, 2), float(k), device=place)
+
+
+def _calls(place: torch.device, lengths: list[tuple[int, int]], **options: Any) -> Any:
+    """Calls of these lengths on each rank. Returns what was wrong, and the counts."""
+    mine = dist.get_rank()
+    wrong = []
+    with runner_of(_sum_over_ranks, place, group=dist.group.WORLD, **options) as runner:
+        for k, both in enumerate(lengths):
+            given = runner(_rows(both[mine], k, place))
+            if not torch.equal(given, torch.full((both[mine], 2), 2.0 * k + 2 * k * sum(both), device=place)):
+                wrong.append((k, given))
+        s = runner.stats
+        return wrong, s.warmed, s.captured, s.replayed, dict(s.reasons), s.buckets
+
+
+@pytest.mark.parametrize(
+    ("lengths", "counts"),
+    [
+        ([(3, 3)] * 4, (1, 1, 2, {}, (4,))),
+        ([(3, 7), (7, 2), (8, 5), (1, 6), (4, 3), (2, 3), (3, 2)], (2, 2, 3, {}, (4, 8))),
+        ([(3, 0), (0, 3), (4, 0), (0, 2), (0, 0)], (1, 1, 3, {}, (4,))),
+        ([(3, 9), (9, 0), (3, 3)], (1, 0, 0, {"no bucket fits": 2}, ())),
+    ],
+    ids=["same length", "different lengths", "one idle", "one too long"],
+)
+def test_ranks_take_the_bucket_of_the_longest(ranks: TwoRanks, lengths: Any, counts: Any) -> None:
+    assert ranks(_calls, lengths) == [([], *counts)] * 2
+
+
+def _fails_on_rank_1(x: Tensor) -> Tensor:
+    if dist.get_rank() == 1 and segue.is_breakable_capture_active() and len(x) == 4:
+        x.sum().item()
+    return _sum_over_ranks(x)
+
+
+def _one_capture_fails(place: torch.device, ahead: bool) -> Any:
+    with runner_of(_fails_on_rank_1, place, group=dist.group.WORLD, on_failure="eager") as runner:
+        if ahead:
+            runner.capture(_rows(3, 1, place))
+        for k in range(1, 6):
+            given = runner(_rows(3, k, place))
+            assert torch.equal(given, torch.full((3, 2), 14.0 * k, device=place)), (k, given)
+        for k in range(1, 4):
+            given = runner(_rows(6, k, place))
+            assert torch.equal(given, torch.full((6, 2), 26.0 * k, device=place)), (k, given)
+        s, here = runner.stats, runner.admit(3)
+        return s.captured, s.replayed, dict(s.reasons), (here.bucket, here.strategy, here.reason), runner.admit(6).bucket
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["lazily", "ahead"])
+def test_a_rank_whose_capture_failed_drags_all_to_eager_with_its_reason(ranks: TwoRanks, ahead: bool) -> None:
+    first, second = ranks(_one_capture_fails, ahead)
+    why = "a failed capture"
+    if ahead:
+        assert first == (2, 3, {why: 5}, (None, "eager", why), 8)
+        assert second == (1, 3, {why: 6}, (None, "eager", why), 8)
+    else:
+        assert first == (2, 1, {why: 3}, (None, "eager", why), 8)
+        assert second == (1, 1, {why: 4}, (None, "eager", why), 8)
+
+
+def _one_reason(place: torch.device, which: str) -> Any:
+    mine = dist.get_rank()
+    options: dict[str, Any] = {"takes": lambda args, kwargs, ctx: mine == 0} if which == "takes" else {}
+
+    def forward(x: Tensor, twice: bool = False) -> Tensor:
+        return _sum_over_ranks(x)
+
+    with runner_of(forward, place, group=dist.group.WORLD, **options) as runner:
+        flags = {"twice": True} if which == "flag" and mine else {}
+        if which == "sleep":
+            for _ in range(3):
+                runner(_rows(3, 1, place))
+            if mine:
+                runner.sleep()
+        for k in (1, 2):
+            assert torch.equal(runner(_rows(3, k, place), **flags), torch.full((3, 2), 14.0 * k, device=place))
+        return dict(runner.stats.reasons)
+
+
+@pytest.mark.parametrize(
+    ("which", "reason"),
+    [
+        ("takes", "takes= says that graphs don't serve it"),
+        ("flag", "the ranks' calls are of different variants"),
+        ("sleep", "asleep"),
+    ],
+)
+def test_a_reason_that_only_one_rank_has_is_that_of_all(ranks: TwoRanks, which: str, reason: str) -> None:
+    assert ranks(_one_reason, which) == [{reason: 2}] * 2
+
+
+class _Scaled:
+    def __init__(self, place: torch.device) -> None:
+        self.weight = torch.full((2,), 3.0, device=place)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _sum_over_ranks(x * self.weight)
+
+
+def _one_refuses(place: torch.device) -> Any:
+    scaled, texts = _Scaled(place), []
+    mine, x = dist.get_rank(), _rows(3, 1, place)
+    with runner_of(scaled, place, group=dist.group.WORLD) as runner:
+        for _ in range(3):
+            assert torch.equal(runner(x), torch.full((3, 2), 42.0, device=place))
+        before = scaled.weight
+        if mine == 1:
+            scaled.weight = before.clone()
+        for n in (3, 8 if mine == 0 else 3):  # the second call is of a bucket that rank 1 didn't expect
+            with pytest.raises(segue.StateChangedError if mine == 1 else segue.RankError) as error:
+                runner(_rows(n, 1, place))
+            texts.append(str(error.value))
+            scaled.weight = before
+            for _ in range(3):
+                runner(_rows(8 if mine == 0 else 3, 1, place))
+            scaled.weight = before.clone() if mine == 1 else before
+        scaled.weight = before
+        with pytest.raises(segue.InputError if mine == 0 else segue.RankError) as error:
+            runner(x.double() if mine == 0 else x)
+        texts.append(str(error.value))
+        assert torch.equal(runner(x), torch.full((3, 2), 42.0, device=place))
+        return texts
+
+
+def test_what_one_rank_refuses_is_an_error_on_all_and_nobody_waits(ranks: TwoRanks) -> None:
+    first, second = ranks(_one_refuses)
+    for here, there in zip(first[:2], second[:2], strict=True):
+        assert here == f"rank 1 refused its part of this call, so no rank runs it: StateChangedError: {there}"
+    assert second[2] == f"rank 0 refused its part of this call, so no rank runs it: InputError: {first[2]}"
+
+
+def _one_is_missing(place: torch.device) -> Any:
+    group, seconds = dist.new_group(backend="gloo"), []
+    with runner_of(lambda x: x * 2, place, group=group, group_timeout=1) as runner:
+        runner(_rows(3, 1, place))
+        texts = []
+        for _ in range(2 if dist.get_rank() == 0 else 0):
+            start = time.monotonic()
+            with pytest.raises(segue.RankError) as error:
+                runner(_rows(3, 1, place))
+            seconds.append(time.monotonic() - start)
+            texts.append(str(error.value))
+        return texts, seconds
+
+
+def test_a_missing_rank_is_an_error_in_time(ranks: TwoRanks) -> None:
+    (texts, seconds), _ = ranks(_one_is_missing)
+    assert texts[0].startswith("rank 0 of 2 waited for the others to agree on a call, and not all came within 1 s (")
+    assert texts[1].startswith("rank 0 of 2 missed the others at an earlier call") and 0.5 < seconds[0] < 3 > seconds[1] * 10
+
+
+def _decided_elsewhere(place: torch.device) -> Any:
+    with runner_of(lambda x: x * 2, place, group=dist.group.WORLD) as runner:
+        for k in range(4 if dist.get_rank() == 0 else 0):
+            assert runner(_rows(3, k, place), decision=runner.admit(6)).tolist() == [[2.0 * k] * 2] * 3
+        return runner.stats.replayed, runner.stats.buckets
+
+
+def test_a_decision_of_the_callers_needs_no_agreement(ranks: TwoRanks) -> None:
+    assert ranks(_decided_elsewhere) == [(2, (8,)), (0, ())]
+
+
+@segue.break_point
+def _add_total(y: Tensor) -> Tensor:
+    total = y.sum(0, keepdim=True)
+    dist.all_reduce(total)
+    return y + total
+
+
+def _full_steps(place: torch.device) -> Any:
+    def takes(args: Any, kwargs: Any, ctx: Any) -> bool:
+        return len(args[0]) <= 2
+
+    strategies = [segue.Full(takes, [2]), segue.Breakable()]
+    mine = dist.get_rank()
+    with runner_of(lambda x: _add_total(x * 2), place, group=dist.group.WORLD, strategies=strategies) as runner:
+        for k, both in enumerate([(2, 2), (1, 2), (2, 0), (0, 1), (2, 4), (4, 0), (0, 4), (3, 1)]):
+            given = runner(_rows(both[mine], k, place))
+            assert torch.equal(given, torch.full((both[mine], 2), 2.0 * k + 2 * k * sum(both), device=place)), (k, given)
+        return dict(runner.stats.strategies), runner.stats.eager
+
+
+def test_a_strategy_serves_a_call_only_if_all_ranks_with_work_take_it(ranks: TwoRanks) -> None:
+    assert ranks(_full_steps) == [({"full": 2, "breakable": 2}, 0)] * 2
+
+
+def test_a_group_must_be_one(device: Device) -> None:
+    with pytest.raises(segue.UsageError, match="group='world' is no process group"):
+        segue.GraphRunner(lambda x: x, INPUTS, [4], device=device, group="world")

@@ -366,6 +366,16 @@ class BreakableCapture:
             raise self._refusal()
         self._program.run_in_turn(valid_rows)
 
+    def check_replay(self) -> None:
+        """Raise what a replay would raise before it runs anything. Modes are compared with those of the caller.
+
+        Raises:
+            ReplayError: what the segments read is another tensor, or what Python decided by is something else.
+        """
+        if self._program is None or self._status != "captured":
+            raise self._refusal()
+        self._program.check()
+
     def close(self) -> None:
         """Forbid replay at once. The memory goes back when no live capture shares the pool. May be called twice.
 

@@ -74,6 +74,15 @@ class Program:
                 with torch.no_grad():
                     self.run_in_turn(valid_rows, step)
 
+    def check(self) -> None:
+        """Raise what :meth:`run_in_turn` would raise before a break returns something else: all that it checks by itself."""
+        if self.closed:
+            raise self._was_closed()
+        with self._pool.turn():
+            self.externals.check()
+        if (other := self._other_mode()) is not None:
+            raise self._under_another(other)
+
     def run_in_turn(self, valid_rows: int | None, step: Run | None = None) -> None:
         """Do what :meth:`run` does, for a caller that holds the pool's turn, is in the capture's grad mode, and gives a row count
         from 0 to the program's rows.
@@ -83,7 +92,7 @@ class Program:
         """
         pool, mine = self._pool, state.__dict__  # the dict of this thread: it is looked up once for all fields
         if self.closed:
-            raise ReplayError(f"{self._name} can't be replayed: it was closed.")
+            raise self._was_closed()
         outer: tuple[Pool, ...] = mine.get("pools", ())
         if pool in outer:
             raise self._nested()
@@ -117,6 +126,9 @@ class Program:
         for step in steps:
             with range_of(self._labels[id(step)]):
                 _run([step])
+
+    def _was_closed(self) -> ReplayError:
+        return ReplayError(f"{self._name} can't be replayed: it was closed.")
 
     def _nested(self) -> UsageError:
         return UsageError(

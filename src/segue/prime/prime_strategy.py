@@ -229,6 +229,11 @@ class _PrimeProgram:
         self.uses = [e.tensor for e in capture.externals]
         self.writes = [t for e in capture.externals for t in e.parts if _torch.address(t) not in own]
 
+    def check(self) -> None:
+        self._strategy.prompts(current_forward_ctx())
+        assert self._forward.captured is not None
+        self._forward.captured.check_replay()
+
     def replay(self, valid_rows: int | None = None) -> None:
         self._strategy.replay(self._forward)
 

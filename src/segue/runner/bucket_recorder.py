@@ -59,6 +59,7 @@ class BucketRecorder:
         self.fn, self.binder, self.outputs, self.counters = fn, binder, outputs, counters
         self._ladder = list(ladder)
         self._most = most  # padded tokens and requests of any call
+        self.most_tokens = 0  # real ones of the call that is served, on any rank
         self.device, self.pool = device, pool
         self.stream = devices.stream_of(device, stream)
         self._after_segment = after_segment
@@ -145,16 +146,16 @@ class BucketRecorder:
         and an odd number. Inputs may be indices of rows, so the call's own must all be there, unless no input is made of whole
         numbers.
         """
-        rows = stage.tokens
+        rows, most = stage.tokens, max(call.tokens, self.most_tokens)
         near = sorted((b for b in self._ladder if b != rows), key=lambda b: (abs(b - rows), b))[:2]
         cut = stage.requests < 0 and all(t is None or t.is_floating_point() for t in call.tensors)
         sizes = {size for t in layout.tensors for size in t.shape}
 
         def telling(*counts: int) -> list[int]:
-            return [n for n in counts if 1 < n <= 2 * rows and n not in sizes and (cut or n >= call.tokens)][:2]
+            return [n for n in counts if 1 < n <= 2 * rows and n not in sizes and (cut or n >= most)][:2]
 
         # Fewer rows first: a table may end at the largest bucket.
-        return telling(*near, rows // 2, 2 * rows, rows + 1), telling(3, 5, call.tokens, rows + 1)
+        return telling(*near, rows // 2, 2 * rows, rows + 1), telling(3, 5, most, rows + 1)
 
     def _shows_sizes(self, call: Call, stage: Stage, ctx: Any, layout: Layout, rehearsal: Rehearsal, rows: int) -> bool:
         """Run the function at ``rows`` rows, with stand-ins for its breaks, and compare the sizes of the outputs. What it changes

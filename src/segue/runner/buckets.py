@@ -31,6 +31,11 @@ Route = tuple[Key, int, int, str, tuple[int | None, int | None] | None]
 _MOST_ROUTES = 8192
 
 
+def strategy_of(key: Key, names: Sequence[str]) -> str:
+    """The strategy whose graphs a key is for: a preferred one's is at the key's end. ``names``: of all, the preferred first."""
+    return key[-1] if key and isinstance(key[-1], str) and key[-1] in names[:-1] else names[-1]
+
+
 class Buckets:
     """The buckets of one runner, by variant: which are warm, captured, failed or left out.
 
@@ -44,6 +49,7 @@ class Buckets:
         retry: a failed capture counts against its bucket, which runs eager from then on; otherwise it is raised each time.
         most_variants: how many variants get graphs.
         warmups: how often the reference runs before a bucket is captured.
+        several_ranks: others run the same calls, so a call whose capture failed runs at the bucket's shape as theirs do.
         verifier: compares some replays with the reference. None: no replay is compared.
     """
 
@@ -59,11 +65,14 @@ class Buckets:
         retry: bool,
         most_variants: int,
         warmups: int,
+        several_ranks: bool,
         verifier: ReplayVerifier | None,
     ) -> None:
         self.recorder, self.strategies, self.left_out, self.budget = recorder, strategies, left_out, budget
         self._guard, self._verifier = guard, verifier
         self._lease, self._retry, self._most_variants, self.warmups = lease, retry, most_variants, warmups
+        self._several_ranks = several_ranks
+        self.changes = 0  # of what states() says
         self.graphs: dict[Slot, CapturedBucket] = {}
         self.routes: dict[Route, CapturedBucket] = {}  # where calls like earlier ones go at once
         self.failed: dict[Slot, str] = {}
@@ -90,10 +99,7 @@ class Buckets:
                 budget is used up; or its graph can't serve this call.
         """
         slot = (call.key, d.bucket, d.requests)
-        if slot in self.failed:
-            raise Declined(self.failed[slot])
-        if call.key not in self.variants and len(self.variants) >= self._most_variants:
-            raise Declined(VARIANTS)
+        self._refuse_slot(slot)
         assert d.bucket is not None
         recorder, strategy = self.recorder, self.strategies[d.strategy]
         with recorder.lock:
@@ -115,9 +121,49 @@ class Buckets:
             call.write_back()
             if inside:
                 self._count_inside(d.bucket)
-            else:
+            elif slot not in self.failed:  # otherwise it is counted already, as eager
                 recorder.counters.served(d.bucket, call.tokens)
             return answer
+
+    def why_failed(self, d: Decision) -> str | None:
+        """Why the bucket of a decision gets no graphs, for a variant that failed in it; None if none did."""
+        names = list(self.strategies) if self.failed else []
+        for (key, bucket, requests), why in self.failed.items():
+            if (strategy_of(key, names), bucket, requests) == (d.strategy, d.bucket, d.requests):
+                return why
+        return None
+
+    def states(self, graphs: int) -> dict[Slot, int | str]:
+        """What each slot has come to: ``graphs`` if it has some, why it gets none, or how many warm-ups it has had."""
+        warm = {slot: min(runs, self.warmups) for slot, runs in self._runs.items()}
+        return {**warm, **dict.fromkeys(self.graphs, graphs), **self.failed}
+
+    def check_replay(self, call: Call, slot: Slot) -> bool:
+        """Raise what a replay of ``call`` in a slot would raise before it ran anything. Returns whether the slot has graphs."""
+        captured = self.graphs.get(slot)
+        if captured is not None:
+            with self.recorder.lock:
+                captured.check(call)
+        return captured is not None
+
+    def check_capture(self, call: Call, d: Decision) -> None:
+        """Raise what :meth:`serve` would raise before it warmed up or captured anything.
+
+        Raises:
+            as :meth:`serve`.
+        """
+        slot = (call.key, d.bucket, d.requests)
+        self._refuse_slot(slot)
+        with self.recorder.lock:
+            self._guard.check(self.recorder.device.torch_device)
+            if d.bucket is not None and self._runs[slot] >= self.warmups and may_capture():
+                self._refuse_over_budget(d.bucket)
+
+    def _refuse_slot(self, slot: Slot) -> None:
+        if slot in self.failed:
+            raise Declined(self.failed[slot])
+        if slot[0] not in self.variants and len(self.variants) >= self._most_variants:
+            raise Declined(VARIANTS)
 
     def _count_inside(self, bucket: int) -> None:
         """Count a call that ran the reference again because it came from inside another forward. Said once."""
@@ -145,6 +191,7 @@ class Buckets:
         self.recorder.counters.warmed += slot not in self.warmed
         self.warmed[slot] = layout.signature()
         self._runs[slot] += 1
+        self.changes += 1
         return layout
 
     def capture(self, call: Call, bucket: int, requests: int | None, ctx: Any, strategy: Strategy) -> Any:
@@ -158,6 +205,7 @@ class Buckets:
         stage = self.recorder.stage(call, bucket, requests)
         job = self.recorder.job(call, stage, ctx)
         try:
+            self.changes += 1
             captured, answer = self.recorder.record(call, stage, ctx, strategy, self.warmed[slot], self._lease, job)
         except (UsageError, InputError, ReplayError):
             raise
@@ -172,7 +220,12 @@ class Buckets:
             if job.launched or isinstance(e, LeftBehindError):
                 e.add_note(f"{job.name}: part of this call has run, so it isn't retried eagerly; later calls run eager")
                 raise
-            raise Declined(reason) from e
+            if not self._several_ranks:
+                raise Declined(reason) from e
+            # The others' captures run the forward once, at this shape, and collectives in it wait for this rank's.
+            self.recorder.counters.fell_back(reason)
+            answer = self.warm(call, bucket, requests, ctx, strategy).give(call.tokens, call.requests)
+            return Lease(answer, None) if self._lease else answer
         self.graphs[slot] = captured
         if not captured.program.breaks and not self.warned_no_break and not getattr(strategy, "whole", False):
             self.warned_no_break = True
@@ -190,6 +243,7 @@ class Buckets:
             ``error``: failures are raised.
         """
         self.drop([slot])
+        self.changes += 1
         if not self._retry or _torch.device_is_lost(error):
             raise error
         self.failed[slot] = UNLIKE_REFERENCE
@@ -217,6 +271,7 @@ class Buckets:
 
     def drop(self, slots: Iterable[Slot]) -> None:
         """Close the graphs of some slots, and forget all routes."""
+        self.changes += 1
         try:
             for slot in list(slots):
                 self.graphs.pop(slot).close()
@@ -226,6 +281,7 @@ class Buckets:
     def leave_out(self, buckets: Sequence[int], cost: Cost) -> None:
         """Give buckets that don't fit the memory budget no graph, and say so. Longer buckets serve their calls, if any."""
         assert self.budget is not None
+        self.changes += 1
         for bucket in dict.fromkeys(buckets):
             self.left_out[bucket] = OVER_BUDGET
             log.warning(
@@ -257,7 +313,7 @@ class Buckets:
 
     def _keep_to_budget(self, slot: Slot) -> None:
         """Drop a lazily captured bucket that took more than was predicted."""
-        if self.budget is not None and slot[1] is not None:
+        if self.budget is not None and slot[1] is not None and slot in self.graphs:
             cost = self.cost()
             if cost.total > self.budget.limit:
                 self.drop([slot])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -58,10 +58,7 @@ class CapturedBucket:
                 call is made in a break of a forward of the same pool.
         """
         if self._pool in state.pools:  # the program would refuse too, but after the outer forward's inputs were overwritten
-            raise UsageError(
-                f"bucket {self.stage.tokens} was replayed inside a forward of the same pool, whose memory it would overwrite. "
-                "Give one of the two a pool of its own."
-            )
+            raise self._nested()
         if self._apart:
             self._shared.check(call.tensors)
         tokens, requests, count = call.tokens, call.requests, self._count
@@ -90,6 +87,23 @@ class CapturedBucket:
             if PROFILER._is_profiler_enabled:
                 return named("outputs", self.layout.give)(tokens, requests)
             return self.layout.give(tokens, requests)
+
+    def check(self, call: Call) -> None:
+        """Raise what :meth:`run` would raise before it has run anything. What breaks return only :meth:`run` can tell."""
+        if self._pool in state.pools:
+            raise self._nested()
+        if self._apart:
+            self._shared.check(call.tensors)
+        check = getattr(self.program, "check", None)
+        if check is not None:
+            with _torch.inference_guard(True), nullcontext() if call.ctx is None else active_forward(call.ctx):
+                check()
+
+    def _nested(self) -> UsageError:
+        return UsageError(
+            f"bucket {self.stage.tokens} was replayed inside a forward of the same pool, whose memory it would overwrite. "
+            "Give one of the two a pool of its own."
+        )
 
     def close(self) -> None:
         """Forbid replays, and end the leases of its outputs."""

@@ -75,9 +75,14 @@ class _FullProgram:
     breaks = 0
 
     def __init__(self, program: CapturedProgram, frozen: _Frozen) -> None:
-        self._replay, self._frozen = program.replay, frozen
+        self._replay, self._check, self._frozen = program.replay, program.check, frozen
         self.graphs, self.uses, self.writes = program.graphs, program.uses, program.writes
         self.close, self.changed = program.close, program.changed
+
+    def check(self) -> None:
+        if (changed := self._frozen.changed(current_forward_ctx())) is not None:
+            raise Declined(changed)
+        self._check()
 
     def replay(self, valid_rows: int | None = None) -> None:
         if (changed := self._frozen.changed(current_forward_ctx())) is not None:

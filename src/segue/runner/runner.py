@@ -31,6 +31,8 @@ from segue.runner.module_guard import ModuleGuard
 from segue.runner.outputs import Lease, Outputs
 from segue.runner.precapture import KeptExample, Precapture, example_call
 from segue.runner.progress import CaptureSummary
+from segue.runner.rank_group import rank_group
+from segue.runner.ranks import LockStep
 from segue.runner.reasons import ASLEEP, DISABLED, NOT_TAKEN, OTHER_SIZE, TRACED
 from segue.runner.replay_verifier import ReplayVerifier
 from segue.runner.stats import Counters, Stats
@@ -78,6 +80,9 @@ class GraphRunner:
             counted: a drafter's step that narrows its rows, say. A call with a ``decision`` isn't asked about.
         after_segment: is called after each segment's end during a capture, as for :class:`BreakableCapture`.
         counters: those of another runner, to count in them too.
+        group: a process group of ``torch.distributed`` whose ranks make each call together, one without work with 0 rows. They
+            agree on bucket, variant, and graph or eager; the largest length of any rank decides. All make the runner together.
+        group_timeout: seconds until a missing rank is an error; None: as long as the group itself waits, and at most a minute.
 
     ``SEGUE=off`` in the environment when the runner is made runs everything eager.
 
@@ -116,6 +121,8 @@ class GraphRunner:
         after_segment: Callable[[], object] | None = None,
         takes: Takes | None = None,
         counters: Counters | None = None,
+        group: Any = None,
+        group_timeout: float | None = None,
     ) -> None:
         self._lease = options.one_of("outputs", outputs, "copy", "lease")
         self._retry = options.one_of("on_failure", on_failure, "raise", "eager")
@@ -144,6 +151,10 @@ class GraphRunner:
         self.admission = Admission(
             self.ladder, self.request_ladder, max_padding, tuple(s.name for s in self.strategies), self._left_out, own
         )
+        self._group = group, group_timeout
+        self._lock_step = None
+        if group is not None:
+            self._lock_step = LockStep(rank_group(group, group_timeout), self.admission, self._left_out)
         self._last = self.strategies[-1].name  # the strategy that serves every call
         self._preferred = {s.name for s in self.strategies[:-1]}
         self._strict, self._counters = strict, Counters() if counters is None else counters
@@ -165,8 +176,10 @@ class GraphRunner:
             InputError: an argument doesn't fit, or something requires grad in grad mode. UsageError: a module is in training
             mode, or the call is inside another forward that is warmed up or captured, outside a break. ReplayError: a replay
             would not give what eager gives. CaptureError: the forward can't be captured. NoBucketError: it would run eager,
-            and ``strict`` forbids that.
+            and ``strict`` forbids that. RankError: a rank of the ``group`` is missing, or refused its part.
         """
+        if self._lock_step is not None and decision is None:
+            return self._call_in_step(self._lock_step, args, kwargs, ctx)
         buckets = self._buckets
         if buckets is None or self._closed:
             buckets = self._open(args, kwargs)
@@ -199,6 +212,8 @@ class GraphRunner:
     def admit(self, tokens: int, requests: int = -1, strategy: str | None = None) -> Decision:
         """Decide where a call of ``tokens`` tokens would run, and why. It changes nothing, and takes O(log n) for n buckets.
 
+        A bucket whose capture failed for some variant runs eager by this, as the variant isn't known here.
+
         Args:
             requests: of the call; -1 where it has no request axis.
             strategy: the name of the strategy that takes the call; by default the last, which serves every call.
@@ -212,7 +227,13 @@ class GraphRunner:
             tokens = options.whole_number("tokens", tokens, 0)
         if requests != -1:
             requests = options.whole_number("requests", requests, 0)
-        return Decision(None, EAGER, ASLEEP) if self._asleep else self.admission.decide(tokens, requests, strategy)
+        if self._asleep:
+            return Decision(None, EAGER, ASLEEP)
+        decision = self.admission.decide(tokens, requests, strategy)
+        failed = None if self._buckets is None else self._buckets.why_failed(decision)
+        if failed is None and self._lock_step is not None:
+            failed = self._lock_step.why_failed(decision)
+        return decision if failed is None else Decision(None, EAGER, failed)
 
     def explain(self, tokens: int, requests: int = -1) -> str:
         """Say in a sentence what :meth:`admit` decides, with its numbers, and whether the bucket has a graph.
@@ -220,19 +241,19 @@ class GraphRunner:
         Raises:
             UsageError: as :meth:`admit`.
         """
-        bucket = self.admit(tokens, requests).bucket
+        decision = self.admit(tokens, requests)
+        bucket = decision.bucket
         if self.disabled:
             return f"{tokens} tokens: eager, SEGUE=off in the environment when the runner was made"
         if self._asleep:
             return f"{tokens} tokens: eager, {ASLEEP}: {ASLEEP.remedy}"
         text = self.admission.explain(tokens, requests)
+        if bucket is None and (intended := self.admission.decide(tokens, requests).bucket) is not None:
+            return f"{tokens} tokens: eager, {decision.reason} (bucket {intended})"
         if bucket is None or self._buckets is None:
             return text
         if bucket in self._buckets.captured:
             return f"{text}; captured"
-        for (_, failed, _), why in self._buckets.failed.items():
-            if failed == bucket:
-                return f"{tokens} tokens: eager, {why} (bucket {bucket})"
         return f"{text}; not captured yet"
 
     def reference(self, *args: Any, ctx: Any = None, decision: Decision | None = None, **kwargs: Any) -> Any:
@@ -377,12 +398,8 @@ class GraphRunner:
         """Answer a call whose route is not known yet. :meth:`Buckets.serve` has the protocol of the bucket that takes it."""
         if self.disabled:
             return self._eager(call, DISABLED)
-        if _torch.is_tracing():  # sizes are tensors then, so that no route is known
-            return self._fall_back(call, TRACED)
-        if self._asleep:
-            return self._fall_back(call, ASLEEP)
-        if call.unlike is not None:
-            return self._fall_back(call, OTHER_SIZE)
+        if (reason := self._unservable(call)) is not None:
+            return self._fall_back(call, reason)
         decision = self._decide(call, given, route[3])
         if decision.bucket is None or decision.strategy == EAGER:
             return self._fall_back(call, decision.reason)
@@ -393,6 +410,35 @@ class GraphRunner:
             return buckets.serve(call, decision) if captured is None else captured.run(call)
         except Declined as e:
             return self._serve_otherwise(call, given, route[3], buckets, e.reason)
+
+    def _unservable(self, call: Call) -> str | None:
+        """Why no graph may serve a call, whatever its bucket. None if one may."""
+        if _torch.is_tracing():  # sizes are tensors then, so that no route is known
+            return TRACED
+        if self._asleep:
+            return ASLEEP
+        return None if call.unlike is None else OTHER_SIZE
+
+    def _call_in_step(self, ranks: LockStep, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: Any) -> Any:
+        """Answer a call as all ranks of the group agree."""
+        with ranks.telling():
+            buckets = self._open(args, kwargs)
+            if (thread.reference or thread.capture is not None) and not thread.inside_break:
+                raise _nested(self._binder.label)
+            self.guard.look()
+            named = dict(kwargs)
+            call = self._read(args, kwargs, ctx)
+            call.given = args, named
+            reason = DISABLED if self.disabled else self._unservable(call)
+            if reason is None and self._takes and not self._takes(args, named, thread.ctx if call.ctx is None else call.ctx):
+                reason = NOT_TAKEN
+            strategy = self._strategy_for(call) if self._preferred and reason is None else self._last
+            own = ranks.propose(call, strategy, reason, buckets)
+        decision = ranks.agree(own)
+        if decision.bucket is None:
+            return self._eager(call, decision.reason) if self.disabled else self._fall_back(call, decision.reason)
+        captured = buckets.find(call, decision)
+        return buckets.serve(call, decision) if captured is None else captured.run(call)
 
     def _serve_otherwise(self, call: Call, given: Decision | None, strategy: str, buckets: Buckets, reason: str) -> Any:
         """Answer a call that graphs of ``strategy`` can't serve, for ``reason``: by the strategies after it, or eagerly.
@@ -490,6 +536,7 @@ class GraphRunner:
             lease=self._lease,
             retry=self._retry,
             most_variants=self._max_variants,
+            several_ranks=self._lock_step is not None,
             warmups=self._warmups,
             verifier=self._verifier,
         )
@@ -579,6 +626,7 @@ class GraphRunner:
             output_request_dim=self._output_dims[1], pool=self._pool, stream=self._stream,
             verify_every=0 if self._verifier is None else self._verifier.every, strategies=self.strategies,
             progress=self.progress, warmups=self._warmups, after_segment=self._after_segment, takes=self._takes,
+            group=self._group[0], group_timeout=self._group[1],
         )  # fmt: skip
         return copied
 

@@ -61,7 +61,9 @@ class Job:
 
 
 class CapturedForward(Protocol):
-    """One bucket's forward, captured."""
+    """One bucket's forward, captured. It may have a method ``check()``, which raises what ``replay`` would raise before it runs
+    anything, in the same state. Ranks ask it before they agree on a replay.
+    """
 
     @property
     def graphs(self) -> int:
@@ -162,7 +164,7 @@ class CapturedProgram:
         self.graphs, self.breaks = capture.graphs, capture.breaks
         self.uses = [e.tensor for e in capture.externals]
         self.writes = [t for e in capture.externals for t in e.parts]
-        self.replay, self.close = capture.replay_in_turn, capture.close
+        self.replay, self.close, self.check = capture.replay_in_turn, capture.close, capture.check_replay
 
     def changed(self) -> Change | None:
         """What Python decided by at capture and is something else now; None if nothing is."""

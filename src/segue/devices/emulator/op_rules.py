@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from segue import _torch
+from segue import _torch, _torch_ranks
 from segue.devices import refusals
 
 RE_STORED = (
@@ -77,7 +77,7 @@ def _learn(func: Any) -> OpInfo:
         opens, body = _torch.python_kernel(name), _torch.custom_op_body(name)
         if opens is None and _torch.has_kernel(name, "CompositeImplicitAutograd"):
             opens = "CompositeImplicitAutograd"
-    run, half, talks = _torch.kernel(func), _torch.is_between_two(name), _torch.is_collective(name)
+    run, half, talks = _torch.kernel(func), _torch_ranks.is_between_two(name), _torch_ranks.is_collective(name)
     return OpInfo(
         op=op,
         run=partial(_whole, run) if talks and not half else run,
@@ -95,4 +95,4 @@ def _learn(func: Any) -> OpInfo:
 
 def _whole(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a collective to its end. On CUDA the stream would wait for it."""
-    return _torch.done(run(*args, **kwargs))
+    return _torch_ranks.done(run(*args, **kwargs))

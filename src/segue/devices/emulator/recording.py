@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from segue import _source_lines, _torch
+from segue import _source_lines, _torch, _torch_ranks
 from segue.devices import generators
 from segue.devices.emulator.host_guard import HostGuard, eager_compiled
 from segue.devices.emulator.op_rules import OpInfo, op_info
@@ -273,7 +273,7 @@ def _take_back(undo: dict[tuple[str, int], Callable[[], None]], drawn_from: dict
 def _finish(transfers: list[Any]) -> None:
     begun = transfers[:]
     transfers.clear()
-    _torch.done(begun)
+    _torch_ranks.done(begun)
 
 
 def _restore_storage(storage: torch.UntypedStorage, address: int, before: ctypes.Array[ctypes.c_char]) -> None:

@@ -101,6 +101,7 @@ class DecodeServer:
             raise NoDecode(f"its attention is {self._name!r}, which a full graph can't give the used rows alone")
         recorder = runner.prepare().recorder
         self._device: Device = recorder.device
+        self._pool = recorder.pool
         self._batches = [b for b in _BATCHES if b > 1 or not compiled]
         self._state = StepState(self._batches[-1], self._device.torch_device)
         attention = names.attention_function(parts.mixers[0].module, self._name)
@@ -141,7 +142,13 @@ class DecodeServer:
         if batch > self._state.most:
             return reasons.FULL_BATCH
         residence = self._residence(cache)
-        if residence is None or residence.length >= residence.room or not residence.is_known(call.attention_mask):
+        if residence is not None and residence.batch != batch:
+            return reasons.FULL_CACHE
+        known = residence is not None and residence.length < residence.room and residence.is_known(call.attention_mask)
+        if not known or residence is None or residence.serial != self._pointed:
+            with self._pool.turn():  # the last step may be under way on another stream, and reads what is written here
+                pass
+        if not known or residence is None:
             found = self._settled(call, residence)
             if isinstance(found, Reason):
                 return found
@@ -154,6 +161,8 @@ class DecodeServer:
         positions = call.position_ids
         if positions is None:
             positions = torch.full((1, 1), residence.length, device=call.input_ids.device)
+        if positions.dtype is not torch.int64:
+            positions = positions.long()
         width, alone = width_for(residence.length + 1), batch == 1 and self._batches[0] > 1
         given = call.input_ids.view(batch), positions.expand(batch, 1).reshape(batch), width, alone
         out = self._run(given, reference)
@@ -204,11 +213,11 @@ class DecodeServer:
         return f"captured {count} full graphs of a step in {seconds:.1f} s; {memory} resident memory"
 
     def close(self) -> None:
-        """Give every cache its tensors, and drop graphs and memory."""
+        """Give every cache tensors of its own, and drop graphs and memory."""
         self._pointed = 0
         if self._memory is not None:
             for residence in self._memory.residences:
-                leave_all(residence)
+                leave_all(residence, copied=True)
         if self._runner is not None:
             self._runner.close()
         self._body.memory = self._memory = self._runner = None
@@ -262,8 +271,8 @@ class DecodeServer:
         """Rows for a cache: free ones, new ones, or those of a cache that has long made no step."""
         if self._memory is not None and (found := self._memory.place(batch, room)) is not None:
             return found
-        least = 2 * batch * room
-        rows = max(_LEAST_ROWS, least, 2 * self._memory.rows if self._memory is not None else 0)
+        least = max(2 * batch * room, 2 * self._memory.rows if self._memory is not None else 0)
+        rows = max(_LEAST_ROWS, least)
         while not self._may_take(shapes, rows):
             if rows <= least:
                 return self._place_of_idle(batch, room)
@@ -274,12 +283,10 @@ class DecodeServer:
         return self._memory.place(batch, room)
 
     def _place_of_idle(self, batch: int, room: int) -> Residence | None:
-        memory = self._memory
-        for residence in [] if memory is None else memory.residences:
-            if next(self._steps) - residence.stepped < _PATIENCE:
-                return None
-            leave_all(residence, copied=True)
-            del residence
+        memory, now = self._memory, next(self._steps)
+        idle = [] if memory is None else memory.residences[::-1]
+        while idle and now - idle[-1].stepped >= _PATIENCE:
+            leave_all(idle.pop(), copied=True)  # whose rows are free when nobody holds it
             assert memory is not None
             if (found := memory.place(batch, room)) is not None:
                 return found
@@ -293,7 +300,7 @@ class DecodeServer:
         return free is None or needed <= free // _SHARE
 
     def _renew(self, shapes: tuple[LayerShape, ...], rows: int) -> bool:
-        """Begin anew with so many rows. Caches keep their tensors, which are moved in again when they make a step.
+        """Begin anew with so many rows. Caches get copies, which are moved in again when they make a step.
 
         Returns whether there was memory for it.
         """
@@ -303,7 +310,7 @@ class DecodeServer:
             return False
         if self._memory is not None:
             for residence in self._memory.residences:
-                leave_all(residence)
+                leave_all(residence, copied=True)
         self._body.memory = self._memory = memory
         self._pointed = 0
         self._ahead.clear()
@@ -352,6 +359,8 @@ class DecodeServer:
             heads = keys.shape[1] if keys.dim() == 4 else 0
             both = ([batch, heads, kept], self._dtype, self._device.torch_device.type)
             if not kept or any((list(t.shape)[:3], t.dtype, t.device.type) != both for t in (keys, values)):
+                return nothing
+            if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
                 return nothing
             shapes.append(LayerShape(heads, keys.shape[3], values.shape[3], window))
         return tuple(shapes), length

@@ -1,0 +1,82 @@
+"""Torch's private calls about several ranks: collectives as a capture sees them, and what ranks tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segue._torch import inference_guard
+
+_NO_TALK = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
+
+
+def is_collective(op: str) -> bool:
+    """Whether the operator of this name lets ranks talk to each other."""
+    return op.startswith(("c10d::", "_c10d_functional")) and op not in _NO_TALK
+
+
+def is_between_two(op: str) -> bool:
+    """Whether an operator is one rank's half of a transfer, which the other half may be begun before."""
+    return op in ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
+
+
+def done(result: Any) -> Any:
+    """``result``, of a collective, when it is there: each of its tensors and works has been waited for. In the place of a work
+    there is another one, since some works run ops each time they are waited for.
+    """
+    if isinstance(result, Tensor):
+        return torch.ops._c10d_functional.wait_tensor(result)
+    if isinstance(result, list | tuple):
+        return type(result)(done(r) for r in result)
+    if isinstance(result, torch.ScriptObject):
+        work: Any = torch._C._distributed_c10d
+        work.Work.unbox(result).wait()
+        finished: Any = torch.futures.Future()
+        finished.set_result(None)
+        return work._create_work_from_future(finished).boxed()
+    return result
+
+
+def is_process_group(group: Any) -> bool:
+    """Whether ``group`` is a process group that this process is in."""
+    return torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)
+
+
+def group_seconds(group: Any) -> float:
+    """How long the ranks of a process group wait for each other."""
+    longest = [group._get_backend(device).options._timeout for device in group._device_types]
+    return min((t.total_seconds() for t in longest), default=float("inf"))
+
+
+def gloo_group(group: Any, seconds: float) -> Any:
+    """A new gloo group of the ranks of ``group``, which all of them make together. ``seconds``: how long they wait."""
+    ranks = torch.distributed.get_process_group_ranks(group)
+    limit = timedelta(seconds=seconds)
+    return torch.distributed.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
+
+
+def largest_of_ranks(gloo: Any) -> Callable[[Sequence[int]], list[int]]:
+    """A function that gives the largest of each number over all ranks. torch's own does the same in twice the host time."""
+    asked: Any = torch.distributed.AllreduceOptions()
+    asked.reduceOp = torch.distributed.ReduceOp.MAX
+
+    def largest(values: Sequence[int]) -> list[int]:
+        with inference_guard(True):
+            numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
+            gloo.allreduce([numbers], asked).wait()
+            found: list[int] = numbers.tolist()
+            return found
+
+    return largest
+
+
+def objects_of_ranks(gloo: Any, value: Any) -> list[Any]:
+    """What each rank gives, by rank. It is pickled."""
+    given: list[Any] = [None] * gloo.size()
+    with inference_guard(False):
+        torch.distributed.all_gather_object(given, value, group=gloo)
+    return given

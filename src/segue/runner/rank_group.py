@@ -1,0 +1,93 @@
+"""What the ranks of a process group tell each other about a call, over a gloo group that segue makes for it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from segue import _torch_ranks
+from segue.errors import RankError, UsageError
+
+LONGEST_WAIT = 60.0  # seconds, unless the user says otherwise
+
+_groups: weakref.WeakKeyDictionary[Any, dict[float, RankGroup]] = weakref.WeakKeyDictionary()
+
+
+class RankGroup:
+    """The ranks of one process group. All must make the same calls of it in the same order. Once one was missed, it is of no use.
+
+    Args:
+        group: the user's process group, of any backend.
+        seconds: how long a rank waits for the others.
+    """
+
+    def __init__(self, group: Any, seconds: float) -> None:
+        self._gloo, self.seconds = _torch_ranks.gloo_group(group, seconds), seconds
+        self.rank, self.size = self._gloo.rank(), self._gloo.size()
+        self.runners = 0  # that have asked for it, on this rank
+        self._largest = _torch_ranks.largest_of_ranks(self._gloo)
+        self._lost = False
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """The largest of each value over all ranks. Each gives as many.
+
+        Raises:
+            RankError: another rank didn't come in time, or is gone.
+        """
+        if self._lost:
+            raise self._is_lost()
+        try:
+            return self._largest(values)
+        except Exception as e:
+            raise self._missed(e) from e
+
+    def all(self, value: Any) -> list[Any]:
+        """What each rank gives, by rank. It takes several times as long as :meth:`largest`.
+
+        Raises:
+            as :meth:`largest`.
+        """
+        if self._lost:
+            raise self._is_lost()
+        try:
+            return _torch_ranks.objects_of_ranks(self._gloo, value)
+        except Exception as e:
+            raise self._missed(e) from e
+
+    def _missed(self, error: Exception) -> RankError:
+        self._lost = True
+        return RankError(
+            f"rank {self.rank} of {self.size} waited for the others to agree on a call, and not all came within {self.seconds:g} "
+            f"s ({str(error).partition(chr(10))[0][:200]}). Every rank of the group must make each call of the runner, one "
+            "without work with 0 rows. If a rank only takes longer, give group_timeout=; after this error make a new group and "
+            "runner on all ranks."
+        )
+
+    def _is_lost(self) -> RankError:
+        return RankError(
+            f"rank {self.rank} of {self.size} missed the others at an earlier call, so they can't agree any more. Make a new "
+            "group and runner on all ranks."
+        )
+
+
+def rank_group(group: Any, seconds: float | None) -> RankGroup:
+    """The ranks of ``group``, made at the first call by all of them together. ``seconds``: how long to wait for a rank; None: as
+    long as the group itself does, and at most a minute.
+
+    Raises:
+        UsageError: ``group`` is no process group, or this process isn't in it.
+    """
+    if not _torch_ranks.is_process_group(group):
+        raise UsageError(
+            f"group={group!r} is no process group that this process is in; give one of torch.distributed, as dist.group.WORLD"
+        )
+    if seconds is None:
+        seconds = min(LONGEST_WAIT, _torch_ranks.group_seconds(group))
+    elif isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0:
+        raise UsageError(f"group_timeout={seconds!r} must be a number of seconds above 0")
+    made = _groups.setdefault(group, {})
+    if seconds not in made:
+        made[seconds] = RankGroup(group, seconds)
+    return made[seconds]
+
