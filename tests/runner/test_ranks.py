@@ -286,6 +286,31 @@ def test_a_rank_whose_capture_failed_drags_all_to_eager_with_its_reason(ranks: T
         assert second == (1, 1, {why: 4}, (None, "eager", why), 8)
 
 
+def _fails_after_a_collective(x: Tensor) -> Tensor:
+    y = x * 2
+    dist.all_reduce(y)
+    if dist.get_rank() == 1 and segue.is_breakable_capture_active():
+        x.sum().item()
+    return y
+
+
+def _a_collective_has_run(place: torch.device) -> Any:
+    notes = []
+    with runner_of(_fails_after_a_collective, place, group=dist.group.WORLD, on_failure="eager") as runner:
+        for k in range(1, 5):
+            try:
+                assert torch.equal(runner(_rows(3, k, place)), torch.full((3, 2), 4.0 * k, device=place))
+            except segue.CaptureError as e:
+                notes.append((k, place.type == "cpu" and "it isn't retried eagerly" in e.__notes__[-1]))
+        return notes, dict(runner.stats.reasons)
+
+
+def test_a_capture_that_failed_after_a_collective_ran_is_not_run_again(ranks: TwoRanks) -> None:
+    first, second = ranks(_a_collective_has_run)
+    assert first == ([], {"a failed capture": 2})
+    assert second in [([(2, True)], {"a failed capture": 2}), ([], {"a failed capture": 3})]  # CUDA runs nothing as it records
+
+
 def _one_reason(place: torch.device, which: str) -> Any:
     mine = dist.get_rank()
     options: dict[str, Any] = {"takes": lambda args, kwargs, ctx: mine == 0} if which == "takes" else {}
