@@ -192,6 +192,12 @@ def storage_users(t: Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the storage's own Python object is counted too
 
 
+def with_own_storage(t: Tensor) -> Tensor:
+    """The same memory, which it keeps alive, behind a storage of its own, so that who looks at this part of it can be counted."""
+    with torch.inference_mode(False):
+        return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(t))  # type: ignore[no-any-return]
+
+
 def address(t: Tensor) -> int:
     """Address at which the storage behind ``t`` begins; 0 if ``t`` has none, as an empty, meta, sparse or wrapper tensor."""
     if t.layout is not torch.strided:

@@ -104,7 +104,7 @@ def test_a_replay_unlike_its_reference_is_called_wrong(wrong: str, monkeypatch: 
     compare = growth._compare
 
     def other(handle: Any, ids: torch.Tensor) -> bool:
-        return compare(handle, ids) and handle._here.without_prime is (wrong == "auto")
+        return compare(handle, ids) and handle._here.breakable_only is (wrong == "auto")
 
     monkeypatch.setattr(growth, "_compare", other)
     result = measure(resolve("emulator"))

@@ -34,17 +34,17 @@ def test_a_prime_graph_unlike_its_reference_is_called_wrong(monkeypatch: pytest.
 
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_a_replay_of_either_strategy_unlike_its_reference_is_called_wrong(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare, without_prime = ttft._compare, []
+    compare, breakable_only = ttft._compare, []
 
     def other(graphed: Any, ids: Any) -> Any:
         primes = graphed.stats.strategies.get("prime", 0)
         same = compare(graphed, ids)
-        without_prime.append(graphed.stats.strategies.get("prime", 0) == primes)
-        return same and len(without_prime) - 1 != wrong
+        breakable_only.append(graphed.stats.strategies.get("prime", 0) == primes)
+        return same and len(breakable_only) - 1 != wrong
 
     monkeypatch.setattr(ttft, "_compare", other)
     result = ttft.measure(resolve("emulator"), SHAPE, torch.float32, lengths=(3,), times=1)
-    assert without_prime == [False, True] and not result.right and result.rows[0]["replay = reference"] == "NO"
+    assert breakable_only == [False, True] and not result.right and result.rows[0]["replay = reference"] == "NO"
 
 
 def test_time_to_first_token_is_measured_beside_its_correctness(device: Device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -31,6 +32,7 @@ print(*next(iter(handle.stats.strategies.items())))
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_process_that_has_never_attended_gets_its_prime_graphs() -> None:
-    done = subprocess.run([sys.executable, "-c", FIRST_ATTENTION], capture_output=True, text=True)
+    path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", FIRST_ATTENTION], capture_output=True, text=True, env=path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["prime", "2"], done.stdout

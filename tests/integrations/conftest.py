@@ -17,6 +17,8 @@ with warnings.catch_warnings():
     transformers = pytest.importorskip("transformers")
     from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
+from integrations import families
+from integrations.twins import tokens
 from segue.devices import Device
 from segue.integrations.transformers import accelerate
 
@@ -95,3 +97,24 @@ def cache_name() -> str:
     from segue.integrations.transformers import names
 
     return names.cache_name(LlamaForCausalLM.forward)
+
+
+@pytest.fixture
+def start(device: Device) -> Iterator[Callable[..., Any]]:
+    """``start(family, **options)``: the handle of a tiny model, restored at the test's end."""
+    handles: list[Any] = []
+
+    def make(family: str = "llama", **options: Any) -> Any:
+        model = families.FAMILIES[family].make().to(device.torch_device)
+        handles.append(accelerate(model, device=device, **{"max_tokens": 64, **options}))
+        return handles[-1]
+
+    yield make
+    for handle in handles:
+        handle.restore()
+
+
+@pytest.fixture
+def said(device: Device) -> Callable[..., torch.Tensor]:
+    """``said(batch, length, seed)``: random ids, none of them special in any tiny model."""
+    return lambda batch=1, length=11, seed=0: tokens(device.torch_device, batch, length, seed)

@@ -15,12 +15,12 @@ from integrations.families import Family
 from integrations.family_flows import BUCKETS, Flow, Seen, flows_of
 from segue.runner import Stats
 
-COLUMNS = ("mechanism", "prefill", "padded", "chunk", "decode", "batch", "beams", "cache", "prime", "compile")
+COLUMNS = ("mechanism", "prefill", "padded", "chunk", "decode", "batch", "beams", "cache", "prime", "steps", "compile")
 
 _TOLERANCE = 1e-5  # relative to the largest value where that is above 1
 _COMPILED = ("padded", "decode", "batch")  # flows that the column compile repeats
-_BREAKABLE = ("prefill", "padded", "batch", "beams", "cache")  # flows that the column prime repeats with prime graphs
-_TO_ROUNDING = ("padded", "beams", "prime", "compile")  # columns in which dense families need not be bit-equal
+_OTHER = {"prime": "prime", "steps": "full"}  # columns of other strategies, whose flows repeat those of the columns before
+_TO_ROUNDING = ("padded", "beams", "prime", "steps", "compile")  # columns in which dense families need not be bit-equal
 _RUNS = 3  # at most: the first call of a bucket warms it up, the second captures it
 _LONGEST = 110  # characters of a cell
 
@@ -78,10 +78,11 @@ class _Checks:
         with handle:
             cells = {"mechanism": Cell("; ".join(handle.boundaries) or "nothing live")}
             for column in self.wanted:
-                with handle.without_prime() if column in _BREAKABLE else nullcontext():
+                with nullcontext() if column in _OTHER else handle.breakable_only():
                     cells[column] = self._measure(column, column, handle)
-            if "prime" in cells and cells["prime"].ok and not handle.stats.strategies.get("prime"):
-                cells["prime"] = Cell("no", note=handle.strategies.get("prime") or "no fresh prompt was served so")
+            for column, strategy in _OTHER.items():
+                if column in cells and cells[column].ok and not handle.stats.strategies.get(strategy):
+                    cells[column] = Cell("no", note=handle.strategies.get(strategy) or "no call was served so")
         return cells
 
     def _compiled(self) -> Cell:
@@ -105,7 +106,7 @@ class _Checks:
     def _measure(self, column: str, flow: str, handle: Any) -> Cell:
         exact = self.family.dense and column not in _TO_ROUNDING
         runs = self.flows[flow], handle, self.wanted[flow], self._new
-        return measure(*runs, tolerance=0.0 if exact else _TOLERANCE, at_least=_RUNS if column == "prime" else 1)
+        return measure(*runs, tolerance=0.0 if exact else _TOLERANCE, at_least=_RUNS if column in _OTHER else 1)
 
 
 class Kept:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from integrations.families import Family, Kind
+from segue.integrations.transformers.resident_layers import attributes
 
 Seen = dict[str, Tensor]
 Flow = Callable[[Any], Seen]
@@ -61,13 +62,14 @@ def _parts(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Tensor
             yield from _parts(item, f"{place}[{key!r}]", seen)
     elif _is_of_a_cache(value) and id(value) not in seen:
         seen.add(id(value))
-        for name, item in vars(value).items():
+        for name, item in attributes(value).items():
             yield from _parts(item, f"{place}.{name}", seen)
 
 
 def _is_of_a_cache(value: Any) -> bool:
     kind = type(value)
-    return kind.__module__.startswith("transformers") and hasattr(value, "__dict__") and not kind.__name__.endswith("Config")
+    home = kind.__module__.startswith("transformers") or kind.__module__.endswith(".resident_layers")
+    return home and hasattr(value, "__dict__") and not kind.__name__.endswith("Config")
 
 
 def _generated(out: Any) -> Seen:
@@ -164,9 +166,14 @@ class _Decoding:
         seen = self.lengths(model, (_FILLING[0], _PADDED[0])) | _named("batch", self.batch(model))
         return seen | _generated(model.generate(**self.prompt(1, _PADDED[1]), max_new_tokens=4, **_GREEDY))
 
+    def steps(self, model: Any) -> Seen:
+        """What full graphs may serve: steps of one token, alone, in a padded batch, in beams, and what they leave behind."""
+        chunks = _named("in chunks", cache_parts((last := [*self.chunks(model)][-1])[cache_name(last)]))
+        return self.decode(model) | _named("batch", self.batch(model)) | _named("beams", self.beams(model)) | chunks
+
     def all(self) -> dict[str, Flow]:
         columns = ("prefill", "padded", "chunk", "decode", "batch", "beams", "cache")
-        return {column: getattr(self, column) for column in columns} | {"prime": self.first_token}
+        return {column: getattr(self, column) for column in columns} | {"prime": self.first_token, "steps": self.steps}
 
 
 class _ImagePrompts(_Decoding):

@@ -44,7 +44,8 @@ What `segue.accelerate` makes of tiny random models of each family, on the emula
 
 *prefill*: logits of prompts that fill a bucket. *padded*: of prompts that don't. *chunk*: a prompt in two parts, and one token
 more. *decode*: twelve greedy tokens and their logits. *batch*: prompts of several lengths, padded. *beams*: three. *cache*: every
-tensor and number in it. *prime*: fresh prompts, and a batch of them, as one graph. *compile*: padded,
+tensor and number in it. *prime*: fresh prompts, and a batch of them, as one graph. *steps*: decode, batch, beams
+and cache with steps of one token as full graphs; in the other columns all is breakable. *compile*: padded,
 decode and batch with `compile=True`."""
 
 _MODEL = re.compile(r"^[A-Z]\w+(For[A-Z]\w+|Model)( \(\S+\))?")  # how many texts begin

@@ -200,7 +200,7 @@ def test_a_cache_with_an_update_of_its_own_is_updated_by_it(make: Make, graphed:
 
 @pytest.mark.parametrize("strategy", ["auto", "breakable"])
 @pytest.mark.parametrize("where", ["config", "modules", "config, later", "modules, later"])
-def test_a_model_that_is_not_causal_is_served_without_prime(
+def test_a_model_that_is_not_causal_is_served_breakable_only(
     where: str, strategy: str, make: Make, graphed: Make, ids: Make
 ) -> None:
     model = make()

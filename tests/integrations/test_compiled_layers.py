@@ -74,7 +74,7 @@ def test_nothing_compiles_after_the_capture(device: Device) -> None:
             forward(model, prompt(n, model))
         model.generate(prompt(6, model), max_new_tokens=4, do_sample=False)
         assert counters["stats"]["unique_graphs"] == before
-        assert graphed.stats.warmed <= 2 and not graphed.stats.eager
+        assert graphed.stats.warmed <= 2 + 4 and not graphed.stats.eager  # two buckets, and four batches of steps
 
 
 def test_the_untouched_model_is_never_compiled(device: Device) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import families
 import pytest
 import torch
 from torch import Tensor
 
+from integrations import families
 from segue.devices import Device
 from segue.integrations.transformers import accelerate, names
 

@@ -131,7 +131,7 @@ def test_saving_a_model_leaves_its_graphs_in_use(loaded: bool, make: Make, graph
 def test_its_repr_says_what_it_serves(make: Make, graphed: Make, ids: Make) -> None:
     handle = graphed(make())
     assert repr(handle) == (
-        "<segue handle of LlamaForCausalLM; strategies: breakable, prime, first token; "
+        "<segue handle of LlamaForCausalLM; strategies: breakable, prime, first token, full; "
         "live: embedding, attention and cache in 3 LlamaAttention, head; captured buckets: none; no forward yet>"
     )
     with torch.inference_mode():
@@ -140,7 +140,7 @@ def test_its_repr_says_what_it_serves(make: Make, graphed: Make, ids: Make) -> N
         handle(ids(1, 100))
     assert "captured buckets: 8; 25.0% of 4 forwards were replayed>" in str(handle)
     sliding = graphed(make("mistral, sliding"), strategy="auto")
-    assert "strategies: breakable;" in repr(sliding)
+    assert "strategies: breakable, full;" in repr(sliding)
 
 
 @pytest.mark.parametrize("again", ["handle", "module", "compiled module", "compiled handle"])

@@ -106,7 +106,7 @@ def test_what_is_no_batch_of_fresh_prompts_runs_breakable(make: Make, graphed: M
             model(tokens, use_cache=False)
             model(tokens, use_cache=True, attention_mask=seen)
             model(ids(33, 1), use_cache=True)  # more sequences than a graph takes
-            with handle.without_prime():
+            with handle.breakable_only():
                 model(tokens, use_cache=True)
         assert set(handle.stats.strategies) == {"breakable"}
         for _ in range(3):

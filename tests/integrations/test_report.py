@@ -94,7 +94,7 @@ def test_it_says_why_prime_does_not_serve_a_model(
     family: str, options: dict[str, Any], why: str, make: Make, graphed: Make
 ) -> None:
     report = graphed(make(family), **options).report()
-    assert why in report and "| first token | it takes prime graphs" in report and "| strategies | breakable |" in report
+    assert why in report and "| first token | it takes prime graphs" in report and "| strategies | breakable" in report
 
 
 def test_modules_that_are_live_as_a_whole_are_named(graphed: Make, device: Device) -> None:
@@ -111,3 +111,12 @@ def test_a_head_of_its_own_is_why_first_tokens_have_no_graph(make: Make, graphed
     model = make()
     model.lm_head = torch.nn.Sequential(model.lm_head)
     assert "| first token | its head does more with the last hidden state than a linear layer |" in graphed(model.eval()).report()
+
+
+def test_why_steps_went_breakable_stands_beside_what_to_change(make: Make, graphed: Make, ids: Make) -> None:
+    handle = graphed(make(), max_context=6)
+    with torch.no_grad():
+        handle.generate(ids(1, 5), max_new_tokens=5, do_sample=False)
+    ((reason, count),) = handle.stats.declined.items()
+    head = "| left to breakable graphs because of | forwards | what to change |\n| --- | --- | --- |\n"
+    assert f"{head}| {reason} | {count} | {of_models.FULL_CONTEXT.remedy} |" in handle.report()

@@ -1,4 +1,4 @@
-"""Fresh prompts of an accelerated model run as prime graphs, everything else breakable, with the same tokens."""
+"""Fresh prompts of an accelerated model run as prime graphs, steps as full ones, everything else breakable: the same tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _prompt(n: int, model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("known", ["llama", "qwen3"])
-def test_fresh_prompts_go_to_prime_and_decoding_to_breakable(
+def test_fresh_prompts_go_to_prime_and_steps_to_full(
     device: Device, known: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = build(known, device.torch_device)
@@ -29,7 +29,7 @@ def test_fresh_prompts_go_to_prime_and_decoding_to_breakable(
     with accelerate(model, max_tokens=64, device=device) as graphed, caplog.at_level(logging.WARNING):
         for p, want in zip(prompts, wanted, strict=True):
             assert torch.equal(model.generate(p, max_new_tokens=4, do_sample=False), want)
-        assert graphed.stats.strategies["prime"] == 2 and graphed.stats.strategies["breakable"] > 6
+        assert graphed.stats.strategies == {"prime": 2, "full": 6 * 3 - 2}
         assert graphed.stats.eager == 0
     assert "without meeting a break point" not in caplog.text
 
@@ -65,11 +65,11 @@ def test_other_positions_and_forwards_without_a_cache_go_to_breakable(device: De
         assert set(graphed.stats.strategies) == {"breakable"}
 
 
-def test_without_prime_fresh_prompts_too_go_to_breakable(device: Device) -> None:
+def test_fresh_prompts_and_steps_go_to_breakable_where_that_is_asked_for(device: Device) -> None:
     model = build("llama", device.torch_device)
     with accelerate(model, max_tokens=32, device=device) as graphed, torch.no_grad():
         graphed.capture()
-        with graphed.without_prime():
+        with graphed.breakable_only():
             model(_prompt(8, model), use_cache=True, logits_to_keep=1)
         assert graphed.stats.strategies == {"breakable": 1}
         model(_prompt(8, model), use_cache=True, logits_to_keep=1)

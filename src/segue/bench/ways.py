@@ -101,8 +101,8 @@ class Segue(Way):
 
     def context(self) -> AbstractContextManager[Any]:
         """Within this block the handle's forwards run by this way's strategy."""
-        without_prime: AbstractContextManager[Any] = self.handle.without_prime()
-        return nullcontext() if self.prime else without_prime
+        breakable_only: AbstractContextManager[Any] = self.handle.breakable_only()
+        return nullcontext() if self.prime else breakable_only
 
     def forward(self, ids: Tensor, cache: Any) -> Tensor:
         with torch.inference_mode(), self.context():

@@ -201,6 +201,41 @@ def kinds(
 
 
 @app.command(
+    short_help="Decoding steps by batch and context.",
+    epilog=examples("segue bench steps", "segue bench steps --places 1x128 --places 8x2048 -f steps.md"),
+)
+def steps(
+    out: Out = None,
+    places: Annotated[list[str] | None, typer.Option(help="Batch x context, as in 8x2048; again for each.")] = None,
+    compile: Annotated[bool, typer.Option(help="Measure segue with compiled layers too.")] = True,
+    rivals: Annotated[bool, typer.Option(help="Measure the static cache with compiled decode and gpuopt-runtime too.")] = True,
+    output: FormatOption = Format.MD,
+) -> None:
+    """A step of generate() and of the model alone, a text end to end, and how exact it is, of Qwen3-0.6B's shape.
+
+    Without a CUDA device only the verdicts are given, in a small size.
+    """
+    from segue.bench.decode import DECODE_RIVALS
+    from segue.bench.models import load
+    from segue.bench.steps import PLACES, SMALL, SMALL_PLACES, measure
+
+    try:
+        chosen = [(int(b), int(n)) for b, n in (place.split("x") for place in places or ())]
+    except ValueError:
+        raise UsageError(f"--places {' '.join(places or ())}: each is a batch and a context, as in 8x2048") from None
+    device = _device()
+    if device.traits.timing:
+        model = load("0.6B", torch.bfloat16, device.torch_device)
+        against = DECODE_RIVALS if rivals else ()
+        result = measure(model, device, places=chosen or PLACES, compile=compile, rivals=against, progress=log.print)
+    else:
+        model = load(SMALL, torch.float32, device.torch_device)
+        small = chosen or SMALL_PLACES
+        result = measure(model, device, places=small, compile=compile, rivals=(), generations=1, forced=12, progress=log.print)
+    _publish(result, out, output)
+
+
+@app.command(
     short_help="An encoder, one sequence and many sentences.",
     epilog=examples("segue bench encoder", "segue bench encoder --dtype float32 -n 32 -f encoder.md"),
 )

@@ -79,7 +79,7 @@ def call_of_runner(handle: Any, run: Callable[[], Any]) -> tuple[GraphRunner, tu
         seen.append((runner, given, {key: value for key, value in kwargs.items() if key != "ctx"}))
         return runner.reference(*given, **kwargs)
 
-    with handle.with_body(note), handle.without_prime():
+    with handle.with_body(note), handle.breakable_only():
         run()
     return seen[0] if seen else None
 

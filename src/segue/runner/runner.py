@@ -447,7 +447,7 @@ class GraphRunner:
         """
         if strategy == self._last or given is not None:
             return self._fall_back(call, reason)
-        self._counters.declined[f"{strategy}: {reason}"] += 1
+        self._counters.declined[reason] += 1
         later = self.strategies[[s.name for s in self.strategies].index(strategy) + 1 :]
         call.key = call.key[:-1]
         strategy = next((s.name for s in later[:-1] if s.takes(call)), self._last)

@@ -23,7 +23,7 @@ class _Here(threading.local):
     """How this thread asked for its forwards to run."""
 
     untouched = False
-    without_prime = False
+    breakable_only = False
     run: Callable[..., Any] | None = None  # instead of the runner
 
 
@@ -149,13 +149,18 @@ class Handle(ABC):
         """Bytes of the scratch caches that prime graphs fill, beside the graphs' own memory."""
         return 0
 
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of keys and values in which caches lie while they decode by full graphs."""
+        return 0
+
     def untouched(self) -> AbstractContextManager[Any]:
         """Within this block, in this thread, the model runs its own forward, uncounted: what segue's results must equal."""
         return self._with("untouched", True)
 
-    def without_prime(self) -> AbstractContextManager[Any]:
-        """Within this block, in this thread, fresh prompts too run by the breakable graphs."""
-        return self._with("without_prime", True)
+    def breakable_only(self) -> AbstractContextManager[Any]:
+        """Within this block, in this thread, everything runs by the breakable graphs: fresh prompts and steps too."""
+        return self._with("breakable_only", True)
 
     def reference(self) -> AbstractContextManager[Any]:
         """Within this block, in this thread, forwards run the runner's reference, without graphs. Replays equal it bit

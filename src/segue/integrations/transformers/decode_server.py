@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from segue import _torch
 from segue.capture.thread_state import reference_frame
 from segue.devices import Device
-from segue.errors import CaptureError, UsageError
+from segue.errors import CaptureError, GraphMemoryError, UsageError
 from segue.integrations.transformers import names, reasons
 from segue.integrations.transformers.attention import AttentionName
 from segue.integrations.transformers.decode_body import DecodeBody, StepState, has_flash
@@ -28,6 +29,7 @@ from segue.runner.memory_budget import mib
 from segue.runner.reasons import Reason
 from segue.runner.strategy import CapturedForward
 
+log = logging.getLogger("segue")
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _BATCHES_AHEAD = (1, 2, 4, 8)  # captured ahead of traffic
 _CUTS = (2, 10)  # layers before whose attention a graph is cut, so that the device starts while the rest is being launched
@@ -99,6 +101,7 @@ class DecodeServer:
             raise NoDecode(f"its attention is {self._name!r}, which a full graph can't give the used rows alone")
         recorder = runner.prepare().recorder
         self._device: Device = recorder.device
+        self._pool = recorder.pool
         self._batches = [b for b in _BATCHES if b > 1 or not compiled]
         self._state = StepState(self._batches[-1], self._device.torch_device)
         attention = names.attention_function(parts.mixers[0].module, self._name)
@@ -109,6 +112,7 @@ class DecodeServer:
         self._runner: GraphRunner | None = None
         self._pointed = 0  # the serial number of the residence that the state is ready for
         self._steps = itertools.count(1)
+        self._ahead: set[tuple[int, int]] = set()  # batches and widths captured ahead
         self.why_not = ""
 
     @property
@@ -117,7 +121,7 @@ class DecodeServer:
         return self._strategy.captured > 0
 
     @property
-    def scratch_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """Bytes of keys and values."""
         return 0 if self._memory is None else self._memory.nbytes
 
@@ -138,7 +142,13 @@ class DecodeServer:
         if batch > self._state.most:
             return reasons.FULL_BATCH
         residence = self._residence(cache)
-        if residence is None or residence.length >= residence.room or not residence.is_known(call.attention_mask):
+        if residence is not None and residence.batch != batch:
+            return reasons.FULL_CACHE
+        known = residence is not None and residence.length < residence.room and residence.is_known(call.attention_mask)
+        if not known or residence is None or residence.serial != self._pointed:
+            with self._pool.turn():  # the last step may be under way on another stream, and reads what is written here
+                pass
+        if not known or residence is None:
             found = self._settled(call, residence)
             if isinstance(found, Reason):
                 return found
@@ -151,12 +161,28 @@ class DecodeServer:
         positions = call.position_ids
         if positions is None:
             positions = torch.full((1, 1), residence.length, device=call.input_ids.device)
+        if positions.dtype is not torch.int64:
+            positions = positions.long()
         width, alone = width_for(residence.length + 1), batch == 1 and self._batches[0] > 1
         given = call.input_ids.view(batch), positions.expand(batch, 1).reshape(batch), width, alone
-        assert self._runner is not None
-        (out,) = (self._runner.reference if reference else self._runner)(*given)
+        out = self._run(given, reference)
+        if isinstance(out, Reason):
+            return out
         residence.length += 1
         residence.stepped, self._pointed = next(self._steps), residence.serial
+        return out
+
+    def _run(self, given: tuple[Any, ...], reference: bool = False) -> Tensor | Reason:
+        """The body's result; or why steps have no graphs from now on, if this one can't be captured. No cache has grown yet."""
+        assert self._runner is not None
+        try:
+            (out,) = (self._runner.reference if reference else self._runner)(*given)
+        except GraphMemoryError:
+            raise
+        except CaptureError as e:
+            self.why_not = f"a step can't be captured: {e}"
+            log.warning("segue: steps of one token run by breakable graphs: %s", e)
+            return reasons.no_full_graph(self.why_not)
         return out  # type: ignore[no-any-return]
 
     def capture(self, cache: Any, tokens: int) -> str | None:
@@ -177,17 +203,21 @@ class DecodeServer:
         for width in sorted({width_for(n) for n in (1, *(2**i for i in range(tokens.bit_length())), tokens)}, reverse=True):
             for batch in reversed(_BATCHES_AHEAD):
                 row = torch.zeros(batch, dtype=torch.long, device=self._device.torch_device)
-                for _ in range(2):
-                    self._runner(row, row, width, batch == 1 and self._batches[0] > 1)
-        count, seconds = self._strategy.captured - before, time.perf_counter() - start
-        return f"captured {count} full graphs of a step in {seconds:.1f} s; {mib(self._memory.nbytes)} resident memory"
+                for _ in range(0 if (batch, width) in self._ahead else 2):
+                    if isinstance(self._run((row, row, width, batch == 1 and self._batches[0] > 1)), Reason):
+                        return None
+                self._ahead.add((batch, width))
+        if not (count := self._strategy.captured - before):
+            return None
+        seconds, memory = time.perf_counter() - start, mib(self._memory.nbytes)
+        return f"captured {count} full graphs of a step in {seconds:.1f} s; {memory} resident memory"
 
     def close(self) -> None:
-        """Give every cache its tensors, and drop graphs and memory."""
+        """Give every cache tensors of its own, and drop graphs and memory."""
         self._pointed = 0
         if self._memory is not None:
             for residence in self._memory.residences:
-                leave_all(residence)
+                leave_all(residence, copied=True)
         if self._runner is not None:
             self._runner.close()
         self._body.memory = self._memory = self._runner = None
@@ -199,7 +229,8 @@ class DecodeServer:
         residence = residence_of(layers[0]) if layers else None
         if residence is None or not residence.whole or residence.memory is not self._memory:
             return None
-        return residence if all(vars(layer).get("residence") is residence for layer in layers) else None
+        where = vars(layers[0])["residence"]
+        return residence if all(vars(layer).get("residence") is where for layer in layers) else None
 
     def _settled(self, call: DecoderCall, residence: Residence | None) -> Residence | Reason:
         """Where the cache of a call lies, with room for more and the padding of its mask."""
@@ -240,8 +271,8 @@ class DecodeServer:
         """Rows for a cache: free ones, new ones, or those of a cache that has long made no step."""
         if self._memory is not None and (found := self._memory.place(batch, room)) is not None:
             return found
-        least = 2 * batch * room
-        rows = max(_LEAST_ROWS, least, 2 * self._memory.rows if self._memory is not None else 0)
+        least = max(2 * batch * room, 2 * self._memory.rows if self._memory is not None else 0)
+        rows = max(_LEAST_ROWS, least)
         while not self._may_take(shapes, rows):
             if rows <= least:
                 return self._place_of_idle(batch, room)
@@ -252,12 +283,10 @@ class DecodeServer:
         return self._memory.place(batch, room)
 
     def _place_of_idle(self, batch: int, room: int) -> Residence | None:
-        memory = self._memory
-        for residence in [] if memory is None else memory.residences:
-            if next(self._steps) - residence.stepped < _PATIENCE:
-                return None
-            leave_all(residence, copied=True)
-            del residence
+        memory, now = self._memory, next(self._steps)
+        idle = [] if memory is None else memory.residences[::-1]
+        while idle and now - idle[-1].stepped >= _PATIENCE:
+            leave_all(idle.pop(), copied=True)  # whose rows are free when nobody holds it
             assert memory is not None
             if (found := memory.place(batch, room)) is not None:
                 return found
@@ -271,7 +300,7 @@ class DecodeServer:
         return free is None or needed <= free // _SHARE
 
     def _renew(self, shapes: tuple[LayerShape, ...], rows: int) -> bool:
-        """Begin anew with so many rows. Caches keep their tensors, which are moved in again when they make a step.
+        """Begin anew with so many rows. Caches get copies, which are moved in again when they make a step.
 
         Returns whether there was memory for it.
         """
@@ -281,9 +310,10 @@ class DecodeServer:
             return False
         if self._memory is not None:
             for residence in self._memory.residences:
-                leave_all(residence)
+                leave_all(residence, copied=True)
         self._body.memory = self._memory = memory
         self._pointed = 0
+        self._ahead.clear()
         self._strategy.captured = 0
         if self._runner is not None:
             self._runner.recapture()
@@ -329,6 +359,8 @@ class DecodeServer:
             heads = keys.shape[1] if keys.dim() == 4 else 0
             both = ([batch, heads, kept], self._dtype, self._device.torch_device.type)
             if not kept or any((list(t.shape)[:3], t.dtype, t.device.type) != both for t in (keys, values)):
+                return nothing
+            if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
                 return nothing
             shapes.append(LayerShape(heads, keys.shape[3], values.shape[3], window))
         return tuple(shapes), length

@@ -161,7 +161,12 @@ class Accelerated(ProvenHandle):
         """Bytes of the scratch caches that prime graphs fill, beside the graphs' own memory."""
         first = None if self._first_tokens is None else self._first_tokens.graphs
         primes = max((prime.scratch_bytes for prime in self._primes), default=0)  # they fill the same one
-        return primes + sum(part.scratch_bytes for part in (first, self._decode) if part is not None)
+        return primes + (0 if first is None else first.scratch_bytes)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of keys and values in which caches lie while they decode by full graphs."""
+        return 0 if self._decode is None else self._decode.resident_bytes
 
     def capture(self) -> CaptureSummary:
         """Capture the whole ladder now, largest bucket first, instead of each bucket at its second call.
@@ -246,7 +251,7 @@ class Accelerated(ProvenHandle):
         call = self._reader.read(args, kwargs)
         if isinstance(call, str):
             return self._untouched_forward(call, args, kwargs)
-        if self._needs_gradients(call.embeds):
+        if self._needs_gradients(call.embeds, cache=call.cache):
             return self._untouched_forward(reasons.GRADIENTS, args, kwargs)
         if (layers := self._layers_to_run()) != self._layers:
             return self._untouched_forward(reasons.other_depth(layers, self._layers), args, kwargs)
@@ -316,7 +321,7 @@ class Accelerated(ProvenHandle):
             logits = self._step(call)
             return head.output(logits, call.cache) if isinstance(logits, Tensor) else logits
         first = self._first_tokens
-        if here.without_prime or here.run is not None or first is None or not is_first_token(call, self._layers):
+        if here.breakable_only or here.run is not None or first is None or not is_first_token(call, self._layers):
             return None
         if not self._may_hold_all() or self._implementation.name != "sdpa" or not_causal(self._parts) is not None:
             return None
@@ -336,7 +341,7 @@ class Accelerated(ProvenHandle):
         where the breakable graphs may serve it, which is counted; a reason where the model must run untouched.
         """
         decode, run = self._decode, self._here.run
-        if decode is None or (run is not None and run != self._reference()):
+        if decode is None or self._here.breakable_only or (run is not None and run != self._reference()):
             return None
         if not decode.captured and self._changed() is not None:
             return None
@@ -346,7 +351,7 @@ class Accelerated(ProvenHandle):
         except StateChangedError as e:
             return self._changed() or reasons.changed(e.change, self._decoder)
         if isinstance(out, Reason):
-            self._counters.declined[f"full: {out}"] += 1
+            self._counters.declined[out] += 1
             return None
         return out
 
@@ -455,7 +460,7 @@ class Accelerated(ProvenHandle):
         masked = call.attention_mask is not None
         kept = self._implementation
         ctx = LiveContext(call.batch, call.length, cache, make_masks, masked, function, kept, live, reached=reached)
-        prime = call.batch == 1 and bool(self._primes) and not self._here.without_prime and not call.hidden_states
+        prime = call.batch == 1 and bool(self._primes) and not self._here.breakable_only and not call.hidden_states
         if prime and self._attention.unchanged(function) and prime_admission.is_fresh(ctx, call.position_ids, self._parts):
             ctx.prime = PrimeStrategy.name
         return ctx
@@ -468,7 +473,7 @@ class Accelerated(ProvenHandle):
 
     def _fresh_batch(self, call: DecoderCall, cache: Any) -> FreshBatch | None:
         """How prime takes a call that is a batch of fresh prompts; None if it takes no such call."""
-        if call.batch == 1 or len(self._primes) < 2 or self._here.without_prime or call.hidden_states:
+        if call.batch == 1 or len(self._primes) < 2 or self._here.breakable_only or call.hidden_states:
             return None
         if not prime_admission.is_empty(cache, self._layers):  # most calls are steps of decoding, and end here
             return None

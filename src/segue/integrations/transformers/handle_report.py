@@ -23,6 +23,8 @@ class Serving(Protocol):
     def boundaries(self) -> tuple[str, ...]: ...
     @property
     def scratch_bytes(self) -> int: ...
+    @property
+    def resident_bytes(self) -> int: ...
 
 
 def line(handle: Serving) -> str:
@@ -54,12 +56,17 @@ def report(handle: Serving) -> str:
         ("padded rows", f"{stats.padding_share:.1%}"),
         ("graph memory", mib(stats.pool_bytes)),
         ("scratch caches of prime graphs", mib(handle.scratch_bytes)),
+        ("resident keys and values", mib(handle.resident_bytes)),
     ]
     parts = [f"# {type(handle.module).__name__}, accelerated", f"{_share(stats)}.", _table(("", ""), counts)]
     if stats.reasons:
         by_count = sorted(stats.reasons.items(), key=lambda item: -item[1])
         rows = [(reason, count, remedy_of(reason)) for reason, count in by_count]
         parts.append(_table(("ran eager because of", "forwards", "what to change"), rows))
+    if stats.declined:
+        by_count = sorted(stats.declined.items(), key=lambda item: -item[1])
+        rows = [(reason, count, remedy_of(reason)) for reason, count in by_count]
+        parts.append(_table(("left to breakable graphs because of", "forwards", "what to change"), rows))
     if missing := [(name, why_not) for name, why_not in strategies.items() if why_not]:
         parts.append(_table(("without", "because"), missing))
     return "\n\n".join(parts)

@@ -262,7 +262,8 @@ def is_step(call: DecoderCall) -> bool:
         return False
     if call.input_ids.dtype is not torch.int64:
         return False
-    return call.use_cache and call.return_dict and bool(getattr(call.cache, "layers", None))
+    layers: Any = getattr(call.cache, "layers", None)
+    return call.use_cache and call.return_dict and bool(layers) and bool(getattr(layers[0], "is_initialized", False))
 
 
 def is_first_token(call: DecoderCall, layers: int) -> bool:

@@ -18,6 +18,7 @@ from segue import _torch_modes
 from segue.errors import UsageError
 from segue.integrations.transformers import names
 from segue.integrations.transformers.layer_calls import NotSeen
+from segue.integrations.transformers.resident_layers import attributes
 
 Forward = Callable[[dict[str, Any]], Any]
 
@@ -206,7 +207,7 @@ def cache_tensors(cache: Any, path: str = "the cache") -> dict[str, Tensor]:
     elif isinstance(cache, list | tuple):
         parts = dict(enumerate(cache)).items()
     elif type(cache).__module__.startswith("transformers."):
-        parts = vars(cache).items() if hasattr(cache, "__dict__") else {}.items()
+        parts = attributes(cache).items() if hasattr(cache, "__dict__") else {}.items()
     else:
         return {}
     return {k: t for name, part in parts for k, t in cache_tensors(part, f"{path}.{name}").items()}

@@ -10,14 +10,21 @@ import functools
 import weakref
 from typing import Any, SupportsIndex
 
+import torch
 from torch import Tensor
 
 from segue.integrations.transformers import names
 from segue.integrations.transformers.resident_memory import Residence
 
 
+_OURS = ("residence", "at", "kind")  # attributes of a resident layer, in the order in which they go
+
+
 class _Resident:
-    """What overrides parts of a layer's own class. The layer's attributes ``residence`` and ``at`` say where it lies."""
+    """What overrides parts of a layer's own class. The layer's attributes ``residence`` and ``at`` say where it lies.
+
+    ``residence`` is a function, so that who walks through a cache's objects comes to its tensors and no further.
+    """
 
     _layer_type = None  # or transformers takes the subclass for the class of all such layers
 
@@ -40,43 +47,57 @@ class _Resident:
         self.values = value
 
     def get_seq_length(self) -> int:
-        return vars(self)["residence"].length  # type: ignore[no-any-return]
+        return _length(self)
+
+    def __repr__(self) -> str:
+        return str(vars(self)["kind"].__name__)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """A copy, or a pickled layer, has memory of its own."""
-        own = dict(vars(self))
-        _of_its_own(own, self.keys.clone(), self.values.clone())
+        own = attributes(self) | {"keys": _copy(self.keys), "values": _copy(self.values)}
         copied = object.__new__(vars(self)["kind"])
         copied.__dict__.update(own)
-        return copied.__reduce_ex__(protocol)
+        return copied.__reduce_ex__(1)  # by later protocols only an object's own class can be pickled
 
 
 class _Sliding:
     @property
     def cumulative_length(self) -> int:
-        return vars(self)["residence"].length  # type: ignore[no-any-return]
+        return _length(self)
 
     @cumulative_length.setter
     def cumulative_length(self, value: Any) -> None:
         leave(self)
         self.cumulative_length = value
 
+    @property
+    def record_past(self) -> bool:
+        return False  # or it couldn't lie here
+
+    @record_past.setter
+    def record_past(self, value: Any) -> None:
+        leave(self)
+        self.record_past = value
+
 
 @functools.cache
 def _resident_class(kind: Any) -> type:
     parts: tuple[type, ...] = (_Resident, _Sliding) if issubclass(kind, names.sliding_cache_layer()) else (_Resident,)
     own = {name: value for part in parts for name, value in vars(part).items() if name not in ("__dict__", "__weakref__")}
+    own["__module__"] = kind.__module__  # by which transformers' objects are told
     return type(f"Resident{kind.__name__}", (kind,), own)  # with another base beside it, no layer could change its class for this
 
 
 def enter(layers: list[Any], residence: Residence) -> None:
     """Have the layers of a cache lie in ``residence``, which holds what they hold."""
+
+    def where() -> Residence:
+        return residence
+
     for at, layer in enumerate(layers):
         own: dict[str, Any] = vars(layer)
         kind: Any = type(layer)
-        for name in ("keys", "values", "cumulative_length"):
-            own.pop(name, None)
-        own.update(residence=residence, at=at, kind=kind)
+        own.update(dict.fromkeys(own.keys() & {"keys", "values", "cumulative_length"}), residence=where, at=at, kind=kind)
         layer.__class__ = _resident_class(kind)
         residence.layers.append(weakref.ref(layer))
 
@@ -84,13 +105,21 @@ def enter(layers: list[Any], residence: Residence) -> None:
 def leave(layer: Any, copied: bool = False) -> None:
     """Make a resident layer one of its own class, whose tensors are views of what lay there, or copies."""
     own = vars(layer)
-    residence: Residence = own["residence"]
+    residence: Residence = own["residence"]()
     keys, values = layer.keys, layer.values
     if copied:
-        keys, values = keys.clone(), values.clone()
+        keys, values = _copy(keys), _copy(values)
     residence.whole = False
-    layer.__class__ = own["kind"]
-    _of_its_own(own, keys, values)
+    kind: Any = own["kind"]
+    own.update(_held(kind, residence.length, keys, values))
+    layer.__class__ = kind
+    for name in _OURS:  # last, since other threads may be reading the layer
+        own.pop(name)
+
+
+def _copy(t: Tensor) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():  # whose cache it is may be in another mode than who has it copied
+        return t.clone()
 
 
 def leave_all(residence: Residence, copied: bool = False) -> None:
@@ -102,19 +131,34 @@ def leave_all(residence: Residence, copied: bool = False) -> None:
 
 def residence_of(layer: Any) -> Residence | None:
     """Where a layer lies; None if it has memory of its own."""
-    own = getattr(layer, "__dict__", None)
-    return None if own is None else own.get("residence")
+    where = getattr(layer, "__dict__", {}).get("residence")
+    return None if where is None else where()
 
 
-def _of_its_own(own: dict[str, Any], keys: Tensor, values: Tensor) -> None:
-    residence: Residence = own.pop("residence")
-    kind, _ = own.pop("kind"), own.pop("at")
-    own.update(keys=keys, values=values)
-    if issubclass(kind, names.sliding_cache_layer()):
-        own["cumulative_length"] = residence.length
+def attributes(layer: Any) -> dict[str, Any]:
+    """What a layer of its own class would hold in the place of this one, resident or not."""
+    own = dict(vars(layer))
+    if "residence" in own:
+        own.update(_held(own["kind"], own["residence"]().length, layer.keys, layer.values))
+        for name in _OURS:
+            del own[name]
+    return own
+
+
+def _held(kind: type, length: int, keys: Tensor, values: Tensor) -> dict[str, Any]:
+    """The attributes of a layer of its own class that a resident one lacks."""
+    counted = {"cumulative_length": length} if issubclass(kind, names.sliding_cache_layer()) else {}
+    return {"keys": keys, "values": values, **counted}
+
+
+def _length(layer: Any) -> int:
+    residence = residence_of(layer)
+    return residence.length if residence is not None else layer.get_seq_length()  # it has left meanwhile
 
 
 def _view(layer: Any, which: int) -> Tensor:
     own = vars(layer)
-    residence: Residence = own["residence"]
-    return residence.memory.view(residence, own["at"], which)
+    at, residence = own.get("at"), residence_of(layer)
+    if at is None or residence is None:  # it has left meanwhile
+        return own[("keys", "values")[which]]  # type: ignore[no-any-return]
+    return residence.memory.view(residence, at, which)

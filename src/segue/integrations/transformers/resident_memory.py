@@ -37,8 +37,8 @@ class LayerShape:
 class ResidentMemory:
     """``rows`` rows of keys and values for each layer, handed out in runs.
 
-    ``keys``, ``values``: of each layer, for graphs. They don't own the memory, so that a run is known to be unseen when nobody
-    else has a view of it.
+    ``keys``, ``values``: of each layer, for graphs. They don't own the memory. Each run has storages of its own over its part,
+    by which it is known whether anybody still looks at it.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], rows: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -53,7 +53,8 @@ class ResidentMemory:
         self.keys, self.values = aliases[::2], aliases[1::2]
         self.zero_row, self.padding_row = rows, rows + 1
         self._live: weakref.WeakSet[Residence] = weakref.WeakSet()
-        self._ended: list[tuple[int, int]] = []  # runs whose cache has gone, and that somebody may still look at
+        self._runs: dict[int, tuple[int, int, list[Tensor]]] = {}  # that are taken, by serial: first row, how many, the room
+        self._ended: list[int] = []  # those whose cache has gone, and that somebody may still look at
 
     @staticmethod
     def bytes_of(shapes: Sequence[LayerShape], rows: int, dtype: torch.dtype) -> int:
@@ -73,41 +74,41 @@ class ResidentMemory:
     def place(self, batch: int, room: int) -> Residence | None:
         """Rows for ``batch`` sequences of up to ``room`` tokens; None if there aren't so many together."""
         size = batch * room
-        if self._ended and all(_torch.storage_users(t) == 1 for t in self._owned):
-            self._ended.clear()
+        for serial in [*self._ended]:
+            if all(_torch.storage_users(t) == 1 for t in self._runs[serial][2]):
+                self._ended.remove(serial)
+                del self._runs[serial]
         start = 0
-        for first, taken in sorted([*((each.start, each.size) for each in self._live), *self._ended]):
+        for first, taken in sorted(run[:2] for run in self._runs.values()):
             if first - start >= size:
                 break
             start = max(start, first + taken)
         if start + size > self.rows:
             return None
-        residence = Residence(self, start, batch, room)
+        rooms = [_torch.with_own_storage(t[start : start + size].unflatten(0, (batch, room))) for t in self._owned]
+        residence = Residence(self, start, batch, room, rooms)
         self._live.add(residence)
-        weakref.finalize(residence, self._ended.append, (start, size)).atexit = False
+        self._runs[residence.serial] = start, size, rooms
+        weakref.finalize(residence, self._ended.append, residence.serial).atexit = False
         return residence
 
     def view(self, residence: Residence, layer: int, which: int) -> Tensor:
         """Keys (``which`` 0) or values (1) of a layer [B, heads, T, size], as a cache holds them."""
         window, length = self.shapes[layer].window, residence.length
         first = max(0, length - window + 1) if window else 0
-        return self.room_of(residence, layer, which)[:, first:length].transpose(1, 2)
-
-    def room_of(self, residence: Residence, layer: int, which: int) -> Tensor:
-        """All rows of a residence [B, room, heads, size]."""
-        rows = self._owned[2 * layer + which].narrow(0, residence.start, residence.size)
-        return rows.view(residence.batch, residence.room, *rows.shape[1:])
+        return residence.rooms[2 * layer + which][:, first:length].transpose(1, 2)
 
 
 class Residence:
     """Where one cache lies: sequence ``b`` has ``room`` rows from ``start + b * room`` on, of which ``length`` are filled.
 
+    ``rooms``: all of them, keys and values [batch, room, heads, size] of each layer.
     ``pads``: how many of those are padding, at the left, for each sequence. ``mask``: the mask [B, room] that says so, continued
     with ones. ``stepped``: when it made its last step. ``whole``: no layer has left.
     """
 
-    def __init__(self, memory: ResidentMemory, start: int, batch: int, room: int) -> None:
-        self.memory, self.start, self.batch, self.room, self.size = memory, start, batch, room, batch * room
+    def __init__(self, memory: ResidentMemory, start: int, batch: int, room: int, rooms: Sequence[Tensor]) -> None:
+        self.memory, self.start, self.batch, self.room, self.rooms = memory, start, batch, room, rooms
         self.length, self.stepped, self.whole, self.serial = 0, 0, True, next(_serials)
         self.pads: Sequence[int] = (0,) * batch
         self.mask: Tensor | None = None
@@ -117,20 +118,25 @@ class Residence:
         """Copy keys and values [B, heads, n, size] of each layer, the last ``n`` of ``length`` tokens."""
         to: list[Tensor] = []
         given: list[Tensor] = []
-        for layer, tensors in enumerate(kept):
-            for which, t in enumerate(tensors):
-                to.append(self.memory.room_of(self, layer, which)[:, length - t.shape[2] : length])
-                given.append(t.transpose(1, 2))
         with torch.no_grad():
+            for layer, tensors in enumerate(kept):
+                for which, t in enumerate(tensors):
+                    rows, first = self.rooms[2 * layer + which], length - t.shape[2]
+                    if first:  # behind the window: nobody sees them, but no attention can bear what is no number
+                        rows[:, :first].zero_()
+                    to.append(rows[:, first:length])
+                    given.append(t.transpose(1, 2))
             _torch.foreach_copy(to, given)
         self.length = length
 
-    def is_known(self, mask: Tensor | None) -> bool:
+    def is_known(self, mask: Any) -> bool:
         """Whether ``mask`` [B, length + 1], or None, is that of the step before, continued with ones. It is one op to see."""
         if mask is None:
             return not any(self.pads)
         known = self.mask
-        if known is None or known.dtype is not mask.dtype or mask.dim() != 2 or mask.shape[1] != self.length + 1:
+        if known is None or not isinstance(mask, Tensor) or known.dtype is not mask.dtype or known.device != mask.device:
+            return False
+        if mask.dim() != 2 or mask.shape[1] != self.length + 1:
             return False
         return torch.equal(known[:, : self.length + 1], mask)
 
@@ -142,7 +148,7 @@ class Residence:
             self.mask[:, : mask.shape[1]] = mask
 
 
-def left_padding(mask: Tensor | None, batch: int, n: int) -> Sequence[int] | None:
+def left_padding(mask: Any, batch: int, n: int) -> Sequence[int] | None:
     """How many of ``n`` tokens of each sequence ``mask`` [batch, n] masks at the left; None if it masks anything else."""
     if mask is None:
         return (0,) * batch

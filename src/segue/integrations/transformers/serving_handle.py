@@ -19,6 +19,7 @@ from segue.errors import UsageError
 from segue.integrations.transformers import reasons
 from segue.integrations.transformers.base_handle import Handle
 from segue.integrations.transformers.decoder_forward import ForwardPatch
+from segue.integrations.transformers.probe import cache_tensors
 from segue.integrations.transformers.training_modes import TrainingModes
 from segue.integrations.transformers.weights import Weights
 from segue.runner import CaptureSummary, GraphRunner
@@ -248,11 +249,12 @@ class ServingHandle(Handle):
         self._accept_caller_modes()
         return None
 
-    def _needs_gradients(self, *inputs: Tensor | None) -> bool:
-        """Whether a forward of ``inputs`` has to record gradients."""
+    def _needs_gradients(self, *inputs: Tensor | None, cache: Any = None) -> bool:
+        """Whether a forward of ``inputs`` on what ``cache`` holds has to record gradients."""
         if not torch.is_grad_enabled():
             return False
-        return any(t is not None and t.requires_grad for t in inputs) or self._weights.require_gradients()
+        tensors = (*inputs, *cache_tensors(cache).values())
+        return any(t is not None and t.requires_grad for t in tensors) or self._weights.require_gradients()
 
 
 def handle_of(model: Any) -> ServingHandle | None:

@@ -1,0 +1,254 @@
+"""Decoding: a step of generate() and of the model alone by batch and context, a whole text, and how exact half precision is."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from segue.bench import timing
+from segue.bench.decode import DECODE_RIVALS, by_generate, decode_rival, reason
+from segue.bench.decoder import Shape
+from segue.bench.models import FreshPrompt, last_logits, sharing_copy
+from segue.bench.result import SAME, BenchResult, Row
+from segue.bench.ways import EAGER, RivalMissing
+from segue.devices import Device
+from segue.integrations.transformers import accelerate, names
+
+PLACES = ((1, 128), (1, 2048), (1, 16384), (8, 128), (8, 2048), (8, 16384), (32, 128), (32, 2048))  # batch and context
+SMALL, SMALL_PLACES = Shape(2, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=48, vocabulary=61), ((1, 12), (3, 9))
+_GENERATIONS = 3
+_CALLS = 24  # of the model alone
+_FORCED = 200  # tokens
+_TEXT = 128, 256  # tokens of a prompt, and new ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps(BenchResult):
+    """Rows of steps, of whole texts, and of errors against fp32."""
+
+    title: ClassVar[str] = "Decoding steps"
+
+    rows: Sequence[Row]
+    texts: Sequence[Row]
+    errors: Sequence[Row]
+    missing: Sequence[Row]
+
+    @property
+    def tables(self) -> Mapping[str, Sequence[Row]]:
+        return {
+            "One step": self.rows,
+            f"{_TEXT[1]} tokens after a prompt of {_TEXT[0]}": self.texts,
+            f"{_FORCED} forced tokens, largest difference of the logits to fp32": self.errors,
+            "Not measured": self.missing,
+        }
+
+
+class _Way:
+    """One way to decode. ``alone``: a model of which a single step can be asked; ``context``: what it runs in."""
+
+    def __init__(self, name: str, generate: Any, alone: Any = None, handle: Any = None, breakable: bool = False) -> None:
+        self.name, self._generate, self.alone, self.handle, self._breakable = name, generate, alone, handle, breakable
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Within this block the model runs this way."""
+        only: AbstractContextManager[Any] = self.handle.breakable_only() if self._breakable else nullcontext()
+        return only
+
+    def generate(self, ids: Tensor) -> tuple[float, Tensor]:
+        """Seconds of a step, and the new tokens."""
+        with self.context():
+            found: tuple[float, Tensor] = self._generate(ids)
+        return found
+
+    def call(self, ids: Tensor, times: int) -> float:
+        """Median seconds of the model's own call for one more token, from an idle device to an idle device."""
+        cache = names.new_cache(self.alone.config)
+        with torch.inference_mode(), self.context():
+            last_logits(self.alone, ids, cache)
+            step = ids[:, :1].clone()
+            taken = [timing.wall(lambda: last_logits(self.alone, step, cache)) for _ in range(times)]
+        return statistics.median(taken[times // 4 :])
+
+
+def measure(
+    model: Any,
+    device: Device,
+    *,
+    places: Sequence[tuple[int, int]] = PLACES,
+    compile: bool = True,
+    rivals: Sequence[str] = DECODE_RIVALS,
+    generations: int = _GENERATIONS,
+    forced: int = _FORCED,
+    progress: Callable[[str], None] = print,
+) -> Steps:
+    """Measure decoding of a transformers model, all ways in turns at each place.
+
+    Args:
+        model: a causal language model on ``device``'s place, in eval mode.
+        places: batch and tokens of the context. ``compile``: segue with compiled layers too. ``rivals``: beside it.
+        generations: by each way, of which the median step counts. ``forced``: tokens that errors are measured over.
+        progress: gets a line for each step.
+    """
+    longest = max(min(n * b, 4096) for b, n in places)
+    ways, missing, seconds = _ways(model, device, longest, compile, rivals, progress)
+    rows: list[Row] = []
+    try:
+        for batch, context in places:
+            rows += _place(ways, batch, context, generations, missing, progress)
+        texts = [] if not device.traits.timing else _texts(model, ways, seconds, progress)
+        errors = _errors(model, ways, forced)
+    finally:
+        for way in ways:
+            if way.handle is not None:
+                way.handle.restore()
+    right = all(row.get("replay = reference") in (None, SAME) for row in rows)
+    notes = (
+        f"Random weights, {str(model.dtype).removeprefix('torch.')}. Medians; all ways in turns at each place. *call*: the model "
+        "alone, for one token more, from an idle device to an idle device. *breakable*: the same handle without full graphs. "
+        "*full*: steps that full graphs made, of all. *replay = reference*: tokens of generate() against the same functions "
+        "without graphs.",
+    )
+    return Steps(rows=rows, texts=texts, errors=errors, missing=missing, right=right, notes=notes)
+
+
+def _ways(
+    model: Any, device: Device, longest: int, compile: bool, rivals: Sequence[str], progress: Callable[[str], None]
+) -> tuple[list[_Way], list[Row], dict[str, float]]:
+    ways, missing, seconds = [_Way(EAGER, by_generate(model), model)], list[Row](), dict[str, float]()
+    for fused in (False, True)[: 2 if compile else 1]:
+        begin = time.perf_counter()
+        handle: Any = accelerate(sharing_copy(model), max_tokens=longest, compile=fused, device=device)
+        handle.capture()
+        timing.synchronize()
+        name = "segue compiled" if fused else "segue"
+        seconds[name] = time.perf_counter() - begin
+        progress(f"{name}: captured in {seconds[name]:.1f} s")
+        generate = by_generate(handle.module)
+        ways.append(_Way(name, generate, handle.module, handle))
+        ways.append(_Way(f"{name}, breakable", generate, handle.module, handle, breakable=True))
+    for name in rivals:
+        try:
+            ways.append(_Way(name, decode_rival(name, model, device)))
+        except RivalMissing as e:
+            missing.append({"rival": name, "where": "everywhere", "reason": str(e)})
+    return ways, missing, seconds
+
+
+def _place(
+    ways: Sequence[_Way], batch: int, context: int, generations: int, missing: list[Row], progress: Callable[[str], None]
+) -> list[Row]:
+    ids = FreshPrompt(ways[0].alone, context, calls=0, batch=batch).ids
+    tokens: dict[str, Tensor] = {}
+    started: dict[str, float] = {}
+    for way in ways:
+        begin = time.perf_counter()
+        try:
+            for _ in range(2):
+                tokens[way.name] = way.generate(ids)[1].clone()
+        except Exception as e:
+            if way.handle is not None or way.alone is not None:
+                raise
+            missing.append({"rival": way.name, "where": f"batch {batch}, context {context}", "reason": reason(e)})
+            tokens.pop(way.name, None)
+            continue
+        timing.synchronize()
+        started[way.name] = time.perf_counter() - begin
+    there = [way for way in ways if way.name in tokens]
+    taken: dict[str, list[float]] = {way.name: [] for way in there}
+    full = {way.name: 0 for way in there}
+    for _ in range(generations):
+        for way in there:
+            before = _full(way)
+            taken[way.name].append(way.generate(ids)[0])
+            full[way.name] += _full(way) - before
+    alone = {way.name: way.call(ids, _CALLS) for way in there if way.alone is not None}
+    progress(f"batch {batch}, context {context}")
+    return [
+        {
+            "batch": batch,
+            "context": context,
+            "way": way.name,
+            "step of generate() ms": statistics.median(taken[way.name]) * 1e3,
+            "call ms": alone[way.name] * 1e3 if way.name in alone else None,
+            "first two generations s": started[way.name],
+            "full": full[way.name] if way.handle is not None else None,
+            "replay = reference": _verdict(way, ids, tokens[way.name]),
+            "tokens as eager's": f"{_leading(tokens[way.name], tokens[EAGER])} of {tokens[EAGER].shape[1]}",
+        }
+        for way in there
+    ]
+
+
+def _full(way: _Way) -> int:
+    return 0 if way.handle is None else way.handle.stats.strategies.get("full", 0)
+
+
+def _verdict(way: _Way, ids: Tensor, replayed: Tensor) -> str | None:
+    if way.handle is None:
+        return None
+    with way.handle.reference():
+        expected = way.generate(ids)[1]
+    return SAME if torch.equal(replayed, expected) else "NO"
+
+
+def _leading(tokens: Tensor, eager: Tensor) -> int:
+    return int((tokens == eager).long().cumprod(dim=1).sum(dim=1).min())
+
+
+def _texts(model: Any, ways: Sequence[_Way], seconds: Mapping[str, float], progress: Callable[[str], None]) -> list[Row]:
+    prompt, new = _TEXT
+    ids = FreshPrompt(model, prompt, calls=0, seed=1).ids
+    rows: list[Row] = []
+    for way in ways:
+        if way.alone is None:
+            continue
+        run = partial(_text, way.alone, ids, new)
+        begin = time.perf_counter()
+        with way.context():
+            run()
+            timing.synchronize()
+            first = time.perf_counter() - begin
+            again = [timing.wall(run) for _ in range(2)]
+        warm = seconds.get(way.name.removesuffix(", breakable"), 0.0) + first
+        rows.append({"way": way.name, "seconds": min(again), "warm-up s": warm if way.handle is not None else first})
+        progress(f"a text by {way.name}")
+    return rows
+
+
+def _text(model: Any, ids: Tensor, new: int) -> None:
+    mask = torch.ones_like(ids)
+    model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, max_new_tokens=new, min_new_tokens=new)
+
+
+def _errors(model: Any, ways: Sequence[_Way], forced: int) -> list[Row]:
+    """How far logits of forced steps are from those of the same weights in fp32, at most and on average over the steps."""
+    tokens = FreshPrompt(model, forced + 16, calls=0, seed=2).ids
+    exact = sharing_copy(model).float() if model.dtype is not torch.float32 else model
+    want = _forced(exact, tokens)
+    del exact
+    rows: list[Row] = []
+    for way in ways:
+        if way.alone is None:
+            continue
+        with way.context():
+            off = (_forced(way.alone, tokens) - want).abs().amax(-1)
+        rows.append({"way": way.name, "at most": off.max().item(), "mean of the steps": off.mean().item()})
+    return rows
+
+
+def _forced(model: Any, tokens: Tensor) -> Tensor:
+    """Logits [steps, V] of each token after a prompt of 16, in fp32."""
+    cache, found = names.new_cache(model.config), []
+    with torch.inference_mode():
+        last_logits(model, tokens[:, :16], cache)
+        for at in range(16, tokens.shape[1]):
+            found.append(last_logits(model, tokens[:, at : at + 1], cache)[0, -1].float())
+    return torch.stack(found)
