@@ -33,7 +33,7 @@ _NEEDED = (
     *("torch._C._dynamo.eval_frame.set_code_exec_strategy", "torch._neg_view", "torch._foreach_copy_"),
     "torch.Generator._cdata",
     *("torch.utils._device.CURRENT_DEVICE", "torch.utils._python_dispatch._get_current_dispatch_mode"),
-    *("torch._C._storage_Use_Count", "torch._C._is_tracing", "torch.autograd.profiler._is_profiler_enabled"),
+    *("torch._C._storage_Use_Count", "torch._C._to_dlpack", "torch._C._is_tracing", "torch.autograd.profiler._is_profiler_enabled"),
 )
 
 
@@ -195,7 +195,7 @@ def storage_users(t: Tensor) -> int:
 def with_own_storage(t: Tensor) -> Tensor:
     """The same memory, which it keeps alive, behind a storage of its own, so that who looks at this part of it can be counted."""
     with torch.inference_mode(False):
-        return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(t))  # type: ignore[no-any-return]
+        return torch.utils.dlpack.from_dlpack(torch._C._to_dlpack(t))
 
 
 def address(t: Tensor) -> int:

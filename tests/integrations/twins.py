@@ -52,7 +52,7 @@ class Twins:
         self.handle, self.ours, self.theirs, self.mask = handle, ours, theirs, mask
 
     def say(self, ids: Tensor, mask: Tensor | None = None, **given: Any) -> Tensor:
-        """Feed ids [batch, n] to both, whose logits and caches must be equal then. ``mask``: of these tokens. Returns the logits."""
+        """Feed ids [batch, n] to both, whose logits and caches must be equal then. ``mask``: of these tokens. Returns logits."""
         if mask is not None or self.mask is not None:
             new = torch.ones_like(ids) if mask is None else mask
             self.mask = new if self.mask is None else torch.cat([self.mask, new], 1)

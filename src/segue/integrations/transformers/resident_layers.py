@@ -16,7 +16,6 @@ from torch import Tensor
 from segue.integrations.transformers import names
 from segue.integrations.transformers.resident_memory import Residence
 
-
 _OURS = ("residence", "at", "kind")  # attributes of a resident layer, in the order in which they go
 
 
