@@ -243,3 +243,15 @@ def test_errors_of_outputs_leave_the_runner_working(make, model):
     bad.clear()
     for _ in range(3):
         assert runner(model.x(3))[1] == 1.5
+
+
+def test_a_single_row_of_a_break_that_was_taken_for_one_a_token_is_named(device, make):
+    @segue.break_point(trim=("y",))
+    def total(y):
+        return y.sum(0, keepdim=True)
+
+    runner = make(lambda x: x + total(x * 2), {"x": segue.Input(0, 0.0)}, [4])
+    for n in (3, 1):  # it is captured with one real row
+        runner(torch.ones(n, 2, device=device.torch_device))
+    with pytest.raises(segue.ReplayError, match=r"total .*has 1 rows where 3 are valid.*token_dim=None"):
+        runner(torch.ones(3, 2, device=device.torch_device))

@@ -216,7 +216,7 @@ def _sum_over_ranks(x: Tensor) -> Tensor:
     return y + _sum_of_rows(y)
 
 
-@segue.break_point(trim=("y",))
+@segue.break_point(trim=("y",), token_dim=None)
 def _sum_of_rows(y: Tensor) -> Tensor:
     total = y.sum(0, keepdim=True)
     dist.all_reduce(total)
@@ -286,6 +286,51 @@ def test_a_rank_whose_capture_failed_drags_all_to_eager_with_its_reason(ranks: T
         assert second == (1, 1, {why: 4}, (None, "eager", why), 8)
 
 
+def _one_capture_raises(place: torch.device, ahead: bool) -> Any:
+    with runner_of(_fails_on_rank_1, place, [4], group=dist.group.WORLD) as runner:
+        error: Any = None
+        try:
+            if ahead:
+                runner.capture(_rows(3, 1, place))
+            runner(_rows(3, 1, place))
+            assert torch.equal(runner(_rows(3, 2, place)), torch.full((3, 2), 28.0, device=place))
+        except segue.SegueError as e:
+            error = type(e).__name__
+        assert torch.equal(runner(_rows(3, 2, place)), torch.full((3, 2), 28.0, device=place))
+        return error, dict(runner.stats.reasons)
+
+
+@pytest.mark.parametrize(("ahead", "on_the_other"), [(False, None), (True, "RankError")], ids=["lazily", "ahead"])
+def test_nobody_waits_for_a_rank_whose_capture_raises(ranks: TwoRanks, ahead: bool, on_the_other: str | None) -> None:
+    reasons = {"the ranks' graphs of this bucket are not at the same stage": 1}
+    assert ranks(_one_capture_raises, ahead) == [(on_the_other, reasons), ("CaptureError", reasons)]
+
+
+def _fails_after_a_collective(x: Tensor) -> Tensor:
+    y = x * 2
+    dist.all_reduce(y)
+    if dist.get_rank() == 1 and segue.is_breakable_capture_active():
+        x.sum().item()
+    return y
+
+
+def _a_collective_has_run(place: torch.device) -> Any:
+    notes = []
+    with runner_of(_fails_after_a_collective, place, group=dist.group.WORLD, on_failure="eager") as runner:
+        for k in range(1, 5):
+            try:
+                assert torch.equal(runner(_rows(3, k, place)), torch.full((3, 2), 4.0 * k, device=place))
+            except segue.CaptureError as e:
+                notes.append((k, place.type == "cpu" and "it isn't retried eagerly" in e.__notes__[-1]))
+        return notes, dict(runner.stats.reasons)
+
+
+def test_a_capture_that_failed_after_a_collective_ran_is_not_run_again(ranks: TwoRanks) -> None:
+    first, second = ranks(_a_collective_has_run)
+    assert first == ([], {"a failed capture": 2})
+    assert second in [([(2, True)], {"a failed capture": 2}), ([], {"a failed capture": 3})]  # CUDA runs nothing as it records
+
+
 def _one_reason(place: torch.device, which: str) -> Any:
     mine = dist.get_rank()
     options: dict[str, Any] = {"takes": lambda args, kwargs, ctx: mine == 0} if which == "takes" else {}
@@ -353,8 +398,8 @@ def _one_refuses(place: torch.device) -> Any:
 def test_what_one_rank_refuses_is_an_error_on_all_and_nobody_waits(ranks: TwoRanks) -> None:
     first, second = ranks(_one_refuses)
     for here, there in zip(first[:2], second[:2], strict=True):
-        assert here == f"rank 1 refused its part of this call, so no rank runs it: StateChangedError: {there}"
-    assert second[2] == f"rank 0 refused its part of this call, so no rank runs it: InputError: {first[2]}"
+        assert here == f"rank 1 refused its part of this call, so no rank goes on: StateChangedError: {there}"
+    assert second[2] == f"rank 0 refused its part of this call, so no rank goes on: InputError: {first[2]}"
 
 
 def _one_is_missing(place: torch.device) -> Any:
@@ -415,3 +460,48 @@ def test_a_strategy_serves_a_call_only_if_all_ranks_with_work_take_it(ranks: Two
 def test_a_group_must_be_one(device: Device) -> None:
     with pytest.raises(segue.UsageError, match="group='world' is no process group"):
         segue.GraphRunner(lambda x: x, INPUTS, [4], device=device, group="world")
+
+
+class _Short(segue.Breakable):
+    name = "short"
+
+    def takes(self, call: Any) -> bool:
+        assert call.tokens
+        return bool(call.tokens <= 2)
+
+
+def _full_requests(place: torch.device) -> Any:
+    def forward(x: Tensor, scales: Tensor) -> Tensor:
+        return _add_total(x * scales.repeat_interleave(len(x) // len(scales))[:, None] if len(scales) else x)
+
+    inputs = {"x": segue.Input(0, 0.0), "scales": segue.Input(request_dim=0, pad=0.0)}
+    strategies = [segue.Full(lambda args, kwargs, ctx: len(args[0]) <= 6, [4]), segue.Breakable()]
+    mine = dist.get_rank()
+    device = "emulator" if place.type == "cpu" else place
+    with segue.GraphRunner(
+        forward, inputs, [16], device=device, progress=False, request_buckets=[4], strategies=strategies, group=dist.group.WORLD
+    ) as runner:
+        for k, (both, each) in enumerate([((2, 3), 2), ((3, 1), 2), ((2, 0), 2), ((0, 3), 2), ((1, 3), 2)]):
+            n = both[mine] * each
+            given = runner(_rows(n, k, place), torch.full((both[mine],), 2.0, device=place))
+            assert torch.equal(given, torch.full((n, 2), 2.0 * k + 2 * k * each * sum(both), device=place)), (k, given)
+        uneven = runner(_rows(2, 1, place), torch.full((2 - mine,), 2.0, device=place))  # one token a request, and two
+        assert torch.equal(uneven, torch.full((2, 2), 10.0, device=place))
+        return dict(runner.stats.strategies), runner.stats.warmed
+
+
+def test_full_graphs_of_requests_are_agreed_on_too(ranks: TwoRanks) -> None:
+    assert ranks(_full_requests) == [({"full": 3}, 2)] * 2
+
+
+def _idle_beside_a_strategy(place: torch.device) -> Any:
+    mine = dist.get_rank()
+    with runner_of(_sum_over_ranks, place, group=dist.group.WORLD, strategies=[_Short(), segue.Breakable()]) as runner:
+        for both in ((2, 2), (1, 2), (2, 1), (2, 0), (0, 2), (2, 0)):
+            given = runner(_rows(both[mine], 1, place))
+            assert torch.equal(given, torch.full((both[mine], 2), 2.0 + 2 * sum(both), device=place)), (both, given)
+        return dict(runner.stats.strategies)
+
+
+def test_an_idle_rank_sends_all_to_the_strategy_that_serves_every_call(ranks: TwoRanks) -> None:
+    assert ranks(_idle_beside_a_strategy) == [{"short": 1, "breakable": 1}] * 2

@@ -95,6 +95,7 @@ class BreakableCapture:
         self._status = "new"
         self._steps: list[Step] = []
         self._graphs: list[Segment] = []
+        self.acted = False  # something has run that others can see, whatever was launched
         self._unlaunched: list[Segment] = []  # committed, and waiting for a launch
         self._root, self._defer_checks, self._remedy = root, defer_checks, remedy
         self._stubs, self._after_segment = stubs, after_segment
@@ -451,7 +452,7 @@ class BreakableCapture:
         with uninterrupted():
             self._leave_watch()
             segment = recording.commit()
-            self._recording = None
+            self._recording, self.acted = None, self.acted or recording.acted
             self._steps.append(segment)
             self._graphs.append(segment)
             self._unlaunched.append(segment)
@@ -473,7 +474,7 @@ class BreakableCapture:
             with uninterrupted():
                 self._leave_watch()
                 recording.abort()
-                self._recording = None
+                self._recording, self.acted = None, self.acted or recording.acted
 
     def _leave_forward(self, error: BaseException) -> None:
         """Abandon the capture while the forward is still running, on its way out by ``error``.

@@ -225,7 +225,9 @@ def first_result(
             shape[dim] = rows
         kept = allocate(shape, _strides(t, shape), t.dtype)
         (cut_rows(kept, valid, dim) if padded_up and dim is not None else kept).copy_(t)
-    handoff = Handoff(kept, dim, path, where, exact=padded_up and not cuts_rows, alias=alias)
+    # Whether a single row is one a token can't be told, even of a break that cuts its rows.
+    exact = padded_up and (not cuts_rows or valid == 1)
+    handoff = Handoff(kept, dim, path, where, exact=exact, alias=alias)
     handoff.clear(valid)
     return kept, handoff
 

@@ -72,6 +72,7 @@ class Recording(Protocol):
         """
 
     reenter: AbstractContextManager[Any]
+    acted: bool  # it has done what an abort can't take back: the emulator talks to other ranks while it records
 
     def commit(self) -> Segment:
         """End the recording. Returns its segment, which has not been launched yet.

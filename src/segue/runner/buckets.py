@@ -210,6 +210,10 @@ class Buckets:
         except (UsageError, InputError, ReplayError):
             raise
         except Exception as e:
+            answer = None
+            if self._several_ranks and not job.launched and not _torch.device_is_lost(e):
+                # The others' captures run the forward once, at this shape, and collectives in it wait for this rank's.
+                answer = self.warm(call, bucket, requests, ctx, strategy).give(call.tokens, call.requests)
             if not self._retry or _torch.device_is_lost(e):
                 raise
             no_memory = isinstance(e, torch.OutOfMemoryError)
@@ -222,9 +226,7 @@ class Buckets:
                 raise
             if not self._several_ranks:
                 raise Declined(reason) from e
-            # The others' captures run the forward once, at this shape, and collectives in it wait for this rank's.
             self.recorder.counters.fell_back(reason)
-            answer = self.warm(call, bucket, requests, ctx, strategy).give(call.tokens, call.requests)
             return Lease(answer, None) if self._lease else answer
         self.graphs[slot] = captured
         if not captured.program.breaks and not self.warned_no_break and not getattr(strategy, "whole", False):

@@ -43,6 +43,7 @@ class Precapture:
         state: tensors to put back, whatever their size.
         progress: whether to show it.
         verify: whether each bucket is replayed once and compared with the reference.
+        meet: waits for other ranks after each bucket, and is given the error that this rank's capture raised, or None.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class Precapture:
         state: Sequence[Tensor],
         progress: bool,
         verify: bool = False,
+        meet: Callable[[BaseException | None], None] | None = None,
     ) -> None:
+        self._meet = meet
         self.buckets, self.recorder, self.call = buckets, buckets.recorder, call
         self._strategy, self.context, self._make_context, self._state = strategy, context, make_context, state
         self._shown, self._verifier = progress, ReplayVerifier(1, state) if verify else None
@@ -129,7 +132,16 @@ class Precapture:
     def _capture(self, rungs: Sequence[Rung], progress: Progress) -> None:
         for rung in rungs:
             progress.bucket(rung[0], _torch.free_bytes(self.recorder.device.torch_device))
-            self._capture_one(*rung)
+            error: BaseException | None = None
+            try:
+                self._capture_one(*rung)
+            except BaseException as e:
+                error = e
+                raise
+            finally:
+                if self._meet is not None:
+                    self._meet(error)
+                del error  # its traceback holds this frame
             progress.done()
 
     def _capture_one(self, tokens: int, requests: int | None) -> None:

@@ -79,7 +79,7 @@ class LockStep:
             yield
         except BaseException as e:
             try:
-                self.group.largest([*[_NO_MATTER] * 11, _ERROR])
+                self.group.largest([*[_NO_MATTER] * 12, _ERROR])
                 self._tell(None, None, e)
             except RankError as other:
                 e.add_note(str(other))
@@ -95,7 +95,8 @@ class LockStep:
         if reason is None:
             decision = self._admission.decide(call.tokens, call.requests, strategy)
             raised = self._raised
-            if raised is not None and raised.strategy == strategy and (decision.bucket or 0) <= (raised.bucket or 0):
+            like = raised is not None and (raised.strategy == strategy or not call.tokens)
+            if raised is not None and like and (decision.bucket or 0) <= (raised.bucket or 0):
                 decision = raised
             slot = self._slot(call.key, decision)
             try:
@@ -115,14 +116,16 @@ class LockStep:
         """
         news = self._known.told != (own.buckets, own.buckets.changes)
         found = self.group.largest(self._fields(own, news))
-        tokens, requests, variant, variant_, index, index_, each, each_, checked, checked_, any_news, objection = found
+        tokens, fewest_, requests, variant, variant_, index, index_, each, each_, checked, checked_, any_news, objection = found
         reason = self._tell(own, own.reason, None) if any_news or objection else None
         if reason is None and variant != -variant_:
             reason = UNLIKE_RANKS
         if reason is not None:
             return Decision(None, EAGER, reason)
-        alike = _same(index, index_) and _same(each, each_)
-        decision, state = self._decide(tokens, requests, self._names[index if alike and index >= 0 else -1], own.call)
+        strategy = self._names[index if _same(index, index_) and _same(each, each_) and index >= 0 else -1]
+        if fewest_ == 0 and strategy not in self._admission.own:
+            strategy = self._names[-1]
+        decision, state = self._decide(tokens, requests, strategy, own.call)
         if decision.bucket is None:
             return decision
         key, call, buckets = own.call.key, own.call, own.buckets
@@ -141,6 +144,22 @@ class LockStep:
         self._raised = decision if mine != decision else None
         return decision
 
+    def meet(self, error: BaseException | None) -> None:
+        """Wait for the other ranks after a step that all take, such as the capture of a bucket ahead of traffic.
+
+        Args:
+            error: what this rank's step has raised.
+
+        Raises:
+            RankError: another rank's step has raised something, or it didn't come in time.
+        """
+        try:
+            self._tell(None, None, error)
+        except RankError as other:
+            if error is None:
+                raise
+            error.add_note(str(other))
+
     def why_failed(self, d: Decision) -> str | None:
         """Why the bucket of a decision gets no graphs on some rank, for some variant; None if nobody is known to have failed."""
         return self._known.failed.get((d.strategy, d.bucket, d.requests))
@@ -149,12 +168,13 @@ class LockStep:
         call, strategy = own.call, own.strategy
         variant = self._number_of(call.key)
         index = self._names.index(strategy)
-        opinion = [index, -index] if call.tokens else [_NO_MATTER, _NO_MATTER]  # an idle rank joins any strategy
+        opinion = [index, -index] if call.tokens else [_NO_MATTER, _NO_MATTER]  # an idle rank joins the others' if that pads
         each = [_NO_MATTER, _NO_MATTER]
         if call.tokens and strategy in self._admission.own and call.requests > 0:
             each = [call.tokens // call.requests, -(call.tokens // call.requests)]
         objection = 0 if own.reason is None else _REASON
-        return [call.tokens, call.requests, variant, -variant, *opinion, *each, own.checked, -own.checked, int(news), objection]
+        sizes = [call.tokens, -call.tokens, call.requests]
+        return [*sizes, variant, -variant, *opinion, *each, own.checked, -own.checked, int(news), objection]
 
     def _decide(self, tokens: int, requests: int, strategy: str, call: Call) -> tuple[Decision, State]:
         """Where all ranks run a call of the most tokens and requests of any, from what all of them know."""
@@ -191,7 +211,7 @@ class LockStep:
         self._note_failures()
         for rank, (_, _, refused) in enumerate(answers):
             if refused is not None and error is None:
-                raise RankError(f"rank {rank} refused its part of this call, so no rank runs it: {refused}")
+                raise RankError(f"rank {rank} refused its part of this call, so no rank goes on: {refused}")
         return next((r for _, r, _ in answers if r is not None), None)
 
     def _all_may(self, check: Callable[[], object]) -> str | None:

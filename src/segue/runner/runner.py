@@ -432,7 +432,8 @@ class GraphRunner:
             reason = DISABLED if self.disabled else self._unservable(call)
             if reason is None and self._takes and not self._takes(args, named, thread.ctx if call.ctx is None else call.ctx):
                 reason = NOT_TAKEN
-            strategy = self._strategy_for(call) if self._preferred and reason is None else self._last
+            asked = self._preferred and reason is None and call.tokens  # an idle rank joins the others' strategy
+            strategy = self._strategy_for(call) if asked else self._last
             own = ranks.propose(call, strategy, reason, buckets)
         decision = ranks.agree(own)
         if decision.bucket is None:
@@ -574,6 +575,7 @@ class GraphRunner:
             state=self.state,
             progress=self.progress,
             verify=verify,
+            meet=None if self._lock_step is None else self._lock_step.meet,
         )
 
     def check(self, *args: Any, ctx: Any = None, **kwargs: Any) -> Report:

@@ -148,11 +148,14 @@ def captured(job: Job, **options: Any) -> BreakableCapture:
         remedy=job.remedy,
         **{"name": job.name, "own": dict(job.inputs), **options},
     )
-    with torch.inference_mode(), active_forward(job.ctx), capture:
-        try:
-            capture.at_end(job.arrived(job.forward()))
-        finally:
-            job.launched = capture.graphs > 0
+    try:
+        with torch.inference_mode(), active_forward(job.ctx), capture:
+            try:
+                capture.at_end(job.arrived(job.forward()))
+            finally:
+                job.launched = capture.graphs > 0
+    finally:
+        job.launched = job.launched or capture.acted
     return capture
 
 

@@ -79,6 +79,7 @@ class CudaRecording:
     """
 
     reenter: AbstractContextManager[Any]
+    acted = False
 
     def __init__(self, pool: CudaPool) -> None:
         pool.anchor()

@@ -28,8 +28,8 @@ class OpInfo:
     ``op``: its name without ``aten::``. ``run``: its kernel. ``opens``: the dispatch key whose kernel is run under the capture's
     mode, so that the ops inside arrive one by one; None to record the op as it is. ``body``: the Python function of a custom op,
     which is run in the same way. ``writes``: positions and names of the arguments that the op writes in place. ``allocates``: it
-    returns uninitialised memory and launches no kernel. ``acts``: it is called for an effect, as it returns nothing or talks to
-    other ranks. ``half``: it is one rank's half of a transfer, and is not waited for at once. ``random``: it draws random
+    returns uninitialised memory and launches no kernel. ``acts``: it is called for an effect, as it returns nothing or ``talks``
+    to other ranks. ``half``: it is one rank's half of a transfer, and is not waited for at once. ``random``: it draws random
     numbers. ``refused``: why no graph can hold it, or None. ``checked``: :func:`refusals.check_arguments` must look at each call.
     """
 
@@ -40,6 +40,7 @@ class OpInfo:
     writes: tuple[tuple[int, ...], tuple[str, ...]]
     allocates: bool
     acts: bool
+    talks: bool
     half: bool
     random: bool
     refused: str | None
@@ -86,6 +87,7 @@ def _learn(func: Any) -> OpInfo:
         writes=writes,
         allocates=base in _ALLOCATES and not writes[0],
         acts=talks or not schema.returns,
+        talks=talks,
         half=half,
         random=torch.Tag.nondeterministic_seeded in tags,
         refused=refused,

@@ -34,6 +34,7 @@ class EmulatedRecording:
     """
 
     reenter: AbstractContextManager[Any]
+    acted = False
 
     def __init__(self, pool: EmulatedPool) -> None:
         if pool.recording:
@@ -82,6 +83,7 @@ class EmulatedRecording:
                         if _torch.generator_key(g) not in self._may_draw_from:
                             raise self.refuse(generators.unknown(known.op, g))
                         self._save_generator(g)
+            self.acted = self.acted or known.talks
             result = known.run(*args, **kwargs)
             if known.op == "lift_fresh":
                 self._literals[_torch.storage_key(result)] = result
