@@ -5,12 +5,14 @@ lengths from buffers that each call refreshes. Steps with longer pieces of promp
 whose attention runs eagerly between the segments. It is the same model, with one break point.
 
 `python examples/engine.py` serves a dozen requests by the plain model and out of graphs, compares the tokens, and ends with 1
-if they differ. `--smollm2` takes the model of `segue demo` instead of random weights.
+if they differ. `--smollm2` takes the model of `segue demo` instead of random weights. `torchrun --nproc-per-node 2
+examples/engine.py` has two ranks share each layer: each has half of the heads and of the MLP, and all_reduce sums what they give.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -20,6 +22,7 @@ from pathlib import Path
 from random import Random
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -85,19 +88,19 @@ def paged_attention(
 class Attention(nn.Module):
     """Attention with rotary positions over pages of its own."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, ranks: int) -> None:
         super().__init__()
-        self.size, kept = shape.size, shape.kv_heads * shape.size
-        self.q_proj, self.o_proj = (nn.Linear(shape.width, shape.width, bias=False) for _ in range(2))
+        self.size, own, kept = shape.size, shape.width // ranks, shape.kv_heads * shape.size // ranks
+        self.q_proj, self.o_proj = nn.Linear(shape.width, own, bias=False), nn.Linear(own, shape.width, bias=False)
         self.k_proj, self.v_proj = (nn.Linear(shape.width, kept, bias=False) for _ in range(2))
         for name in ("keys", "values"):
-            rows = torch.zeros((PAGES + 1) * PAGE, shape.kv_heads, shape.size)
+            rows = torch.zeros((PAGES + 1) * PAGE, shape.kv_heads // ranks, shape.size)
             self.register_buffer(name, rows, persistent=False)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], *where: Tensor) -> Tensor:
         q, k, v = (project(x).unflatten(-1, (-1, self.size)) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotated(q, *rotary), rotated(k, *rotary)
-        return self.o_proj(paged_attention(q, k, v, (self.keys, self.values), *where).flatten(1))
+        return summed(self.o_proj(paged_attention(q, k, v, (self.keys, self.values), *where).flatten(1)))
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -106,25 +109,32 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-right, left), -1) * sin
 
 
+def summed(x: Tensor) -> Tensor:
+    """``x``, summed over the ranks in place. It is in a segment, as the ranks make the same calls in the same order."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
 class MLP(nn.Module):
     """What each token does by itself."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, ranks: int) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(shape.width, shape.inner, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(shape.inner, shape.width, bias=False)
+        self.gate_proj, self.up_proj = (nn.Linear(shape.width, shape.inner // ranks, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(shape.inner // ranks, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return summed(self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
 class Layer(nn.Module):
     """Attention and MLP, with names as Hugging Face has them."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, ranks: int) -> None:
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = (nn.RMSNorm(shape.width, eps=1e-5) for _ in range(2))
-        self.self_attn, self.mlp = Attention(shape), MLP(shape)
+        self.self_attn, self.mlp = Attention(shape, ranks), MLP(shape, ranks)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], *where: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotary, *where)
@@ -132,12 +142,13 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """From the new tokens of a step to the next token of each request."""
+    """From the new tokens of a step to the next token of each request. ``ranks``: how many share each layer."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, ranks: int = 1) -> None:
         super().__init__()
+        self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.width)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(Layer(shape, ranks) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, eps=1e-5)
         self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         frequencies = shape.theta ** -(torch.arange(0, shape.size, 2) / shape.size)
@@ -272,6 +283,19 @@ def smollm2() -> tuple[Model, list[int]]:
     return model, tokenizer(Path(__file__).read_text()).input_ids
 
 
+def share_of(model: Model) -> Model:
+    """What this rank has of a model."""
+    ranks, rank, shared = dist.get_world_size(), dist.get_rank(), {}
+    if model.shape.kv_heads % ranks:
+        raise SystemExit(f"{model.shape.kv_heads} heads of keys and values can't be shared by {ranks} ranks")
+    for name, weight in model.state_dict().items():
+        by_input = name.endswith(("o_proj.weight", "down_proj.weight"))
+        shared[name] = weight.chunk(ranks, int(by_input))[rank] if "_proj" in name else weight
+    share = Model(model.shape, ranks)
+    share.load_state_dict(shared)
+    return share
+
+
 def requests_of(text: list[int], count: int = 12) -> list[Request]:
     """Requests that arrive over time, to go on with pieces of ``text`` of different lengths. They are the same ones each time."""
     draw = Random(0)
@@ -293,7 +317,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Serve a dozen requests by the plain model and out of graphs.")
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2-135M-Instruct instead of random weights")
     model, text = smollm2() if parser.parse_args(arguments).smollm2 else random_model()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    rank, ranks = 0, 1
+    if "RANK" in os.environ:  # torchrun has started this
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+        rank, ranks, model = dist.get_rank(), dist.get_world_size(), share_of(model)
     model.to(device).eval()
 
     def plain(*inputs: Tensor, ctx: Step) -> Tensor:
@@ -304,14 +334,19 @@ def main(arguments: list[str] | None = None) -> int:
     with graphs_of(model, device) as runner:
         tokens, _, by_graphs = served(runner, device, text)
         stats = runner.stats
-    if device.type == "cpu":
-        print("emulated on CPU: the figures of speed mean nothing")
-    print(f"{len(tokens)} requests, {engine.generated} new tokens in {engine.steps} steps, served twice")
-    print(f"tokens per second: {by_plain:.0f} by the plain model, {by_graphs:.0f} out of graphs")
+    same = torch.tensor([tokens == wanted], dtype=torch.int32, device=device)
+    if ranks > 1:
+        dist.all_reduce(same, dist.ReduceOp.MIN)  # on each rank
+        dist.destroy_process_group()
     counts = {name: stats.strategies.get(name, 0) for name in ("full", "breakable")}
-    print(f"steps out of graphs: {counts['full']} full, {counts['breakable']} breakable, {stats.eager} eager")
-    print(f"tokens are equal: {tokens == wanted}")
-    return 0 if tokens == wanted else 1
+    if rank == 0:
+        if device.type == "cpu":
+            print("emulated on CPU: the figures of speed mean nothing")
+        print(f"{len(tokens)} requests, {engine.generated} new tokens in {engine.steps} steps, served twice; ranks: {ranks}")
+        print(f"tokens per second: {by_plain:.0f} by the plain model, {by_graphs:.0f} out of graphs")
+        print(f"steps out of graphs: {counts['full']} full, {counts['breakable']} breakable, {stats.eager} eager")
+        print(f"tokens are equal: {bool(same)}")
+    return 0 if same else 1
 
 
 if __name__ == "__main__":

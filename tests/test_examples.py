@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +20,9 @@ ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(not (ROOT / "examples").exists(), reason="tests run outside a checkout")
 
 
-def runs(*arguments: str) -> str:
-    command = [sys.executable, "-W", "ignore", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def runs(*arguments: str, **environment: str) -> str:
+    command, environment = [sys.executable, "-W", "ignore", *arguments], {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment).stdout
 
 
 def test_the_examples_run_and_agree_with_eager() -> None:
@@ -48,6 +49,13 @@ def test_the_engine_serves_every_step_out_of_graphs_and_gives_the_plain_models_t
     steps = int(said.split(" steps")[0].split()[-1])
     full, breakable, eager = (int(said.split(f" {name}")[0].split()[-1]) for name in ("full,", "breakable,", "eager"))
     assert eager == 0 and full > breakable > 0 and full + breakable == 2 * steps
+
+
+def test_two_ranks_share_the_engines_model() -> None:
+    """By torchrun, as its users start it."""
+    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
+    said = runs(*torchrun, "examples/engine.py", CUDA_VISIBLE_DEVICES="")
+    assert "tokens are equal: True" in said and "ranks: 2" in said and ", 0 eager" in said
 
 
 @torch.inference_mode()

@@ -33,7 +33,8 @@ _NEEDED = (
     *("torch._C._dynamo.eval_frame.set_code_exec_strategy", "torch._neg_view", "torch._foreach_copy_"),
     "torch.Generator._cdata",
     *("torch.utils._device.CURRENT_DEVICE", "torch.utils._python_dispatch._get_current_dispatch_mode"),
-    *("torch._C._storage_Use_Count", "torch._C._to_dlpack", "torch._C._is_tracing", "torch.autograd.profiler._is_profiler_enabled"),
+    *("torch._C._storage_Use_Count", "torch._C._to_dlpack"),
+    *("torch._C._is_tracing", "torch.autograd.profiler._is_profiler_enabled"),
 )
 
 

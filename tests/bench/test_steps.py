@@ -29,3 +29,9 @@ def test_steps_are_measured_and_equal_their_reference(device: Device) -> None:
 def test_a_wrong_replay_is_said(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "_verdict", lambda way, ids, tokens: None if way.handle is None else "NO")
     assert not _measure(device).right
+
+
+def test_errors_are_those_of_the_models_own_dtype(device: Device) -> None:
+    model = load(steps.SMALL, torch.bfloat16, device.torch_device)
+    (row,) = steps._errors(model, [steps._Way("eager", None, model)], forced=4)
+    assert model.dtype is torch.bfloat16 and row["at most"] > 1e-4

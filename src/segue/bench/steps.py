@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -231,7 +232,7 @@ def _text(model: Any, ids: Tensor, new: int) -> None:
 def _errors(model: Any, ways: Sequence[_Way], forced: int) -> list[Row]:
     """How far logits of forced steps are from those of the same weights in fp32, at most and on average over the steps."""
     tokens = FreshPrompt(model, forced + 16, calls=0, seed=2).ids
-    exact = sharing_copy(model).float() if model.dtype is not torch.float32 else model
+    exact = copy.deepcopy(model).float()  # a copy that shared its weights would give all of them another dtype
     want = _forced(exact, tokens)
     del exact
     rows: list[Row] = []

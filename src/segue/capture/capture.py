@@ -235,8 +235,8 @@ class BreakableCapture:
                     self._places.leaves_nothing = self._places.once
                 modes = CallerModes(self._kind, self._began, self._op_watch.read_modes)
                 self._program = Program(self._steps, externals, modes, self.pool, self.rows, self.name)
-                for fn in self._at_end:
-                    fn()
+                while self._at_end:  # none is kept, since they know the caller's objects
+                    self._at_end.pop(0)()
         except BaseException as e:
             first = e
         left, self._leftovers = self._leftovers, None
