@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -400,6 +402,24 @@ def test_what_one_rank_refuses_is_an_error_on_all_and_nobody_waits(ranks: TwoRan
     for here, there in zip(first[:2], second[:2], strict=True):
         assert here == f"rank 1 refused its part of this call, so no rank goes on: StateChangedError: {there}"
     assert second[2] == f"rank 0 refused its part of this call, so no rank goes on: InputError: {first[2]}"
+
+
+def _asleep(place: torch.device) -> Any:
+    with runner_of(_sum_over_ranks, place, group=dist.group.WORLD) as runner:
+        for _ in range(3):
+            runner(_rows(3, 1, place))
+        buffers = weakref.ref(runner.prepare().recorder)
+        runner.sleep()
+        gc.collect()
+        freed = buffers() is None
+        runner.wake()
+        for k in range(3):
+            assert torch.equal(runner(_rows(3, k, place)), torch.full((3, 2), 14.0 * k, device=place))
+        return freed, runner.stats.replayed, runner.stats.eager
+
+
+def test_ranks_sleep_and_wake_together(ranks: TwoRanks) -> None:
+    assert ranks(_asleep) == [(True, 2, 0)] * 2
 
 
 def _one_is_missing(place: torch.device) -> Any:

@@ -107,9 +107,11 @@ def test_a_collective_that_a_segment_began_is_waited_for_before_a_break(make, de
         return mixed((reduced, 1) if nested else reduced) + 1
 
     runner = make(forward, INPUTS, [4])
+    under_way = torch._C._distributed_c10d._get_work_registry_size()
     for k in range(4):
         assert runner(torch.full((3, 2), float(k), device=device.torch_device)).tolist() == [[2.0 * k + 3] * 2] * 3
     assert runner.stats.replayed == 2
+    assert torch._C._distributed_c10d._get_work_registry_size() == under_way
 
 
 def test_a_collective_from_outside_is_waited_for_outside_the_graph(device: Device, group: Any) -> None:
@@ -124,10 +126,12 @@ def test_a_collective_from_outside_is_waited_for_outside_the_graph(device: Devic
 
 def test_a_collective_at_the_end_of_a_forward_is_waited_for(make, device: Device, group: Any) -> None:
     runner = make(lambda x: group(x * 2), INPUTS, [4])
+    under_way = torch._C._distributed_c10d._get_work_registry_size()
     for k in range(4):
         out = runner(torch.full((3, 2), float(k), device=device.torch_device))
         assert out.tolist() == [[2.0 * k] * 2] * 3
     assert runner.stats.replayed == 2
+    assert torch._C._distributed_c10d._get_work_registry_size() == under_way
 
 
 def test_a_weight_that_wraps_a_tensor_is_noticed_when_another_takes_its_place(make, device: Device) -> None:

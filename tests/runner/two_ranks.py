@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -59,6 +60,7 @@ def two_ranks(device: str) -> Iterator[TwoRanks]:
 
 def _serve(rank: int, device: str, meeting: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")  # as torchrun does
     place = torch.device("cpu" if device == "emulator" else f"cuda:{rank}")
     backend = "gloo"
     if place.type == "cuda":

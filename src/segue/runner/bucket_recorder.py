@@ -16,10 +16,12 @@ from segue import _torch, devices
 from segue.capture import BreakableCapture, active_forward, current_forward_ctx, reference_frame
 from segue.capture.isolation import one_capture
 from segue.capture.leftovers import Leftovers
+from segue.capture.nested import leaves
 from segue.capture.object_graph import reached
 from segue.capture.places import Places
 from segue.capture.rehearsal import IndexChecks, Rehearsal
 from segue.capture.thread_state import state
+from segue.capture.wrappers import with_collectives_done
 from segue.devices import Device, Pool
 from segue.errors import CaptureError, InputError, UsageError
 from segue.runner.calls import Binder, Call, Key
@@ -179,6 +181,8 @@ class BucketRecorder:
                 IndexChecks(),
             ):
                 raw = self.binder.invoke(call, padded, ctx)
+                for value in leaves(raw):
+                    with_collectives_done(value, lambda _: True)
         except Exception as e:
             log.debug("segue: bucket %s could not be run at %s rows: %s", stage.tokens, rows, e)
             return False

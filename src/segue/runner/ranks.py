@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,7 +48,7 @@ class _Known:
 
     states: list[dict[SlotId, State]]
     failed: dict[tuple[str, int | None, int | None], str] = field(default_factory=dict)  # on any rank, for any variant
-    told: tuple[Buckets, int] | None = None  # this rank's own, as of which change of them
+    told: tuple[weakref.ref[Buckets], int] | None = None  # this rank's own, as of which change of them
     warned: set[tuple[int, str]] = field(default_factory=set)
 
 
@@ -114,7 +115,7 @@ class LockStep:
         Raises:
             RankError: a rank didn't come in time, or refused its part. Otherwise the rank's own error.
         """
-        news = self._known.told != (own.buckets, own.buckets.changes)
+        news = self._known.told != (weakref.ref(own.buckets), own.buckets.changes)
         found = self.group.largest(self._fields(own, news))
         tokens, fewest_, requests, variant, variant_, index, index_, each, each_, checked, checked_, any_news, objection = found
         reason = self._tell(own, own.reason, None) if any_news or objection else None
@@ -198,7 +199,7 @@ class LockStep:
             RankError: another rank refuses its part.
         """
         known, news = self._known, None
-        if own is not None and known.told != (now := (own.buckets, own.buckets.changes)):
+        if own is not None and known.told != (now := (weakref.ref(own.buckets), own.buckets.changes)):
             states = {self._id(slot): state for slot, state in own.buckets.states(_GRAPHS).items()}
             known.told, news = now, (states, dict(self._left_out))
         text = None if error is None else f"{type(error).__name__}: {error}"
@@ -230,8 +231,11 @@ class LockStep:
         objection = 0 if reason is None and error is None else _REASON
         if self.group.largest([objection])[0]:
             reason = self._tell(None, reason, error)
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame
         return reason
 
     def _note_failures(self) -> None:

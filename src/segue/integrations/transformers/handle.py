@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from segue import _torch_modes
+from segue import _torch, _torch_modes
 from segue.capture.isolation import collected_once
 from segue.capture.modes import CallerModes, modes_now
 from segue.capture.thread_state import active_forward, reference_frame
@@ -365,7 +365,7 @@ class Accelerated(OneRowHandle):
         """Compile the layers as ``body`` calls them, by a forward of their own. It has no cache, so it leaves nothing."""
         n = layers.tokens_to_compile_at
         with torch.inference_mode(False), torch.no_grad():  # graphs' inputs are no inference tensors either
-            x = self._decoder.get_input_embeddings().weight[:1].expand(n, -1).clone()
+            x = self._rows(n).clone()
             positions = torch.arange(n, device=self._device)
         ctx = self._capture_context(n)
         with torch.inference_mode(), active_forward(ctx), reference_frame(n, n):
@@ -409,9 +409,15 @@ class Accelerated(OneRowHandle):
     def _capture_context(self, bucket: int, cache: Any = None) -> LiveContext:
         """A context for a bucket's explicit capture: one sequence that fills it."""
         call = DecoderCall(None, None, None, None, cache, cache is not None, True, 1, bucket)
-        weight = self._decoder.get_input_embeddings().weight
         positions = call.positions(cache, self._device)
-        return self._context(call, weight.detach()[:1].expand(bucket, -1)[None], cache, positions)
+        return self._context(call, self._rows(bucket)[None], cache, positions)
+
+    def _rows(self, n: int) -> Tensor:
+        """Hidden states [n, D] like those of ``n`` tokens."""
+        weight: Tensor = self._decoder.get_input_embeddings().weight
+        if _torch.is_wrapper(weight):  # split between ranks
+            return torch.zeros(n, weight.shape[1], dtype=weight.dtype, device=self._device)
+        return weight.detach()[:1].expand(n, -1)
 
     def _prime_strategies(self, strategy: str, rows: int) -> list[PrimeStrategy]:
         """The strategies for fresh prompts; none where none was asked for, or ``"auto"`` meets a model without prime graphs."""
