@@ -78,7 +78,7 @@ def test_runners_and_prime_graphs_take_torchs_handles(device: Device, handle: tu
         assert torch.equal(prime.run(tokens, trunk.new_cache(16)).logits, prime.reference(tokens).logits)
 
 
-@pytest.mark.parametrize("pool", [3, "pool", (1,), (1, 2, 3), (1.0, 2.0), object()], ids=repr)
+@pytest.mark.parametrize("pool", [3, "pool", (1,), (1, 2, 3), (1.0, 2.0), []], ids=repr)
 def test_what_is_no_pool_is_refused_when_it_is_given(device: Device, pool: Any) -> None:
     refused = pytest.raises(segue.InputError, match=r"is no graph pool: give segue.new_pool\(\)")
     with refused:
