@@ -167,7 +167,7 @@ def test_the_users_own_error_is_told_from_their_first_frame_on(
         (["check", "accelerable:handle", "--compile"], "gives a Accelerated, which is made already: leave out --compile"),
         (["check", "checkable:right", "--strategy", "prime", "--max-tokens", "8"], "leave out --max-tokens and --strategy"),
         (["check", "accelerable:model", "--dtype", "float16"], "is no saved model, and makes what it gives itself: leave out --"),
-        (["check", "accelerable:model", "--bucket", "8"], "--bucket and --requests are for trunks"),
+        (["check", "accelerable:model", "--bucket", "8"], "--bucket, --requests and --text are for trunks"),
         (["check", "accelerable:model", "--strategy", "fast"], "strategy='fast' is not one that segue.accelerate() knows"),
         (["check", "prime", "--compile"], "the gate of a prime graph takes a trunk and no model: leave out --compile"),
         (["inspect", "checkable:trunk"], "gives a Dense; segue inspect takes runners and models apart"),

@@ -169,7 +169,8 @@ def test_all_graphs_of_prompts_fill_one_scratch_cache(make: Make, graphed: Make,
 
 
 def test_a_batch_whose_capture_fails_runs_eagerly(device: Device, make: Make, graphed: Make, ids: Make, cache_name: str) -> None:
-    """By the runner, on the filled up batch, of which the caller gets his own sequences."""
+    """By the runner, on the filled up batch, of which the caller gets his own sequences: prime's warm-up, that of the breakable
+    graph, whose capture fails too, and eager calls."""
     model = make()
 
     class Refusing(torch.nn.Module):
@@ -185,7 +186,7 @@ def test_a_batch_whose_capture_fails_runs_eagerly(device: Device, make: Make, gr
             want = model(**given)
         for _ in range(4):
             _assert_alike(model(**given), want, cache_name)
-    assert handle.stats.reasons["a failed capture"] == 3
+    assert handle.stats.reasons["a failed capture"] == 2
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["one length", "left-padded"])

@@ -248,6 +248,7 @@ class BreakableCapture:
                 if self._unwinding is not None:
                     self._unwinding.__exit__(None, None, None)  # type: ignore[no-untyped-call]
                     self._unwinding = None
+                self._mode_before = None  # a mode holds tensors, and so would whoever keeps this capture
                 self._scope.close()
         except BaseException as e:
             first = first or e

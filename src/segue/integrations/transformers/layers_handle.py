@@ -51,6 +51,7 @@ class LayersCall:
     batch: int
     length: int
     hidden_states: bool  # the caller wants those of all layers too
+    cache: Any
 
     @property
     def tokens(self) -> int:
@@ -84,7 +85,7 @@ class LayersCallReader:
             return reasons.dimensions(len(shape))
         if 0 in shape:
             return reasons.NO_TOKENS
-        return LayersCall(args, kwargs, embeds, int(shape[0]), int(shape[1]), states)
+        return LayersCall(args, kwargs, embeds, int(shape[0]), int(shape[1]), states, given.get(self.cache_name))
 
 
 def _filled_in(recorded: tuple[Tensor, ...], outputs: list[Tensor]) -> tuple[Tensor, ...]:
