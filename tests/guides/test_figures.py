@@ -40,7 +40,7 @@ def test_the_readmes_table_is_that_of_the_results() -> None:
     rival = starts["reduce-overhead"]
     of_rival = f"{min(rival):.0f} to {max(rival):.0f} s for each length"
     assert f"| start-up | | {plain} | {fused} | {of_rival} |" in text
-    steps = [one("ttft", "step ms", "batch", way=way, batch=1) for way in ("eager", "segue", "segue compiled", "static-cache")]
+    steps = [one("steps", "step of generate() ms", way=way, batch=1) for way in ("eager", "segue", "segue compiled", "static-cache")]
     assert line("a step of `generate()`", *steps).removesuffix(" |") in text
     eager, graphed = (one("ttft-long", f"{way} ms", tokens=8192) for way in ("eager", "segue"))
     assert f"8192 tokens take {graphed} ms against eager's {eager}" in " ".join(text.split())
@@ -49,6 +49,11 @@ def test_the_readmes_table_is_that_of_the_results() -> None:
 def test_the_page_of_measurements_is_that_of_the_results() -> None:
     text = " ".join((ROOT / "docs" / "measurements.md").read_text("utf-8").split())
     kinds = {"dense": "1.46", "mixture": "2.73", "hybrid, gated delta rule": None, "latent attention": None}
+    for batch, context in ((1, 128), (8, 2048)):
+        places = {"batch": batch, "context": context}
+        ways = ("eager", "segue, breakable", "segue", "segue compiled", "static-cache")
+        steps = [one("steps", "step of generate() ms", way=way, **places) for way in ways]
+        assert line(f"{batch} x {context}", *steps) in text
     for kind, fused in kinds.items():
         ways = ("eager", "segue", "segue compiled")[: 3 if fused else 2]
         prompts = [one("kinds", "ms", kind=kind, tokens=512, way=way) for way in ways]

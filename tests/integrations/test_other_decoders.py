@@ -130,7 +130,7 @@ def test_a_call_that_gives_the_layers_something_else_runs_untouched(device: Devi
             model.model.decoder(ids)
         got = model.model.decoder(ids, sliding_window=3).last_hidden_state
         model.model.decoder(ids, nobody_reads_this=3)
-    assert torch.equal(got, want) and handle.stats.replayed >= 2
+    assert torch.allclose(got, want, atol=1e-5) and handle.stats.replayed >= 2
     assert dict(handle.stats.reasons) == {"layer 0 is given sliding_window too": 1}
 
 
