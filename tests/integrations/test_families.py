@@ -19,7 +19,7 @@ from segue.runner.stats import Counters
 
 # Attention alone, other names for everything, a mixture, latent attention, the gated delta rule, a state space, an encoder, an
 # encoder and a decoder.
-_EIGHT = ("llama", "gpt2", "qwen3_moe", "deepseek_v3", "qwen3_next", "mamba2", "bert", "bart")
+_EIGHT = ("llama", "gpt2", "qwen3_moe", "deepseek_v3", "qwen3_next", "mamba2", "bert", "whisper")
 _TABLE = Path(__file__).parent.parent.parent / "docs" / "families.md"
 
 

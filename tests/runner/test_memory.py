@@ -137,3 +137,14 @@ def test_a_call_that_found_its_graph_just_before_another_thread_dropped_it_leads
     buckets.remember = remember
     for _ in range(3):
         assert close(runner(model.x(3)), hungry(model.x(3)))
+
+
+def test_a_ladder_takes_the_pool_of_its_largest_bucket(device):
+    def wide(x):
+        return x.repeat(1, 1024).view(len(x), 1024, 4).sum(1) * 2
+
+    def taken(*buckets):
+        runner = GraphRunner(wide, {"x": Input(0, 0.0)}, buckets, device=device, pool=device.new_pool(), progress=False)
+        return runner.capture(torch.randn(3, 4, device=device.torch_device)).cost.pool
+
+    assert taken(512, 256, 128, 64) <= 1.2 * taken(512)

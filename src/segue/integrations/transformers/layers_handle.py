@@ -183,6 +183,12 @@ class AcceleratedLayers(Accelerated):
         self._why_not["prime"] = "its forward runs live around its layers, and a prime graph holds a whole one"
         return []
 
+    def _plain_head(self) -> None:
+        self._why_not["first token"] = "its forward runs live around its layers, and a graph of first tokens holds a whole one"
+
+    def _decode_server(self, strategy: str, runner: Any, **limits: int | None) -> None:
+        self._why_not["full"] = "its forward runs live around its layers, and a full graph holds a whole one"
+
     def _layers_to_run(self) -> int:
         return self._layers  # a forward that calls fewer is found out by its stubs
 

@@ -131,7 +131,7 @@ class OneRowHandle(ProvenHandle):
 
     def _first_token_server(self, runner: GraphRunner) -> FirstTokenServer | None:
         """Where prime serves the model and its head is plain: from ids to logits."""
-        if not self._primes:
+        if not self._primes and self._head is not None:
             self._why_not["first token"] = "it takes prime graphs, and transformers' own forward around the decoder"
         if not self._primes or self._head is None:
             return None

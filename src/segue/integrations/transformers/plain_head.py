@@ -67,6 +67,8 @@ class PlainHead:
                 hidden = forward(input_ids=ids, use_cache=True).last_hidden_state
         except (TypeError, ValueError):
             raise NoPlainHead(f"the forward of {type(model).__name__} doesn't take logits_to_keep=1") from None
+        except Exception as e:  # whatever it needs beside ids, or does with them
+            raise NoPlainHead(f"the forward of {type(model).__name__} fails for ids alone: {type(e).__name__}: {e}") from None
         if not is_plain_head(model, out, hidden, self._cache_name):
             raise NoPlainHead("its head does more with the last hidden state than a linear layer")
         return type(out)

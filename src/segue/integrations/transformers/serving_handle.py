@@ -122,13 +122,14 @@ class ServingHandle(Handle):
 
     def restore(self) -> None:
         """Give the model its own forward back and free the graphs. May be called again."""
-        if self._restored:
-            return
-        self._restored = True
-        for patch in self._patches:
-            patch.undo()
-        for owner in self._owners():
-            owner.close()
+        with self._one_at_a_time:  # another thread's call ends first
+            if self._restored:
+                return
+            self._restored = True
+            for patch in self._patches:
+                patch.undo()
+            for owner in self._owners():
+                owner.close()
 
     @abstractmethod
     def _serve_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
