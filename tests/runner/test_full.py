@@ -89,6 +89,18 @@ def test_requests_have_equally_many_tokens(device: Device) -> None:
     assert runner.stats.strategies == {"full": 2}
 
 
+def test_the_ladder_of_requests_is_that_of_the_full_graphs_where_none_is_given(device: Device) -> None:
+    def forward(x: Tensor, scales: Tensor) -> Tensor:
+        return x * scales.sum()
+
+    inputs = {"x": Input(0, 0.0), "scales": Input(request_dim=0, pad=0.0)}
+    runner = runner_of(forward, device, inputs=inputs)
+    x, scales = torch.ones(3, 2, device=device.torch_device), torch.ones(3, device=device.torch_device)
+    for ctx in (Batch(), Batch(label="prefill")) * 3:
+        assert torch.equal(runner(x, scales, ctx=ctx), forward(x, scales))
+    assert list(runner.request_ladder or ()) == [1, 2, 4] and runner.stats.strategies == {"full": 1, "breakable": 1}
+
+
 def test_a_break_that_reads_the_host_is_named_with_its_line(device: Device) -> None:
     @break_point
     def longest(x: Tensor, lengths: Tensor) -> Tensor:

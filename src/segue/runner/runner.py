@@ -67,7 +67,7 @@ class GraphRunner:
             that runs out of memory is raised all the same, and only later calls of its bucket run eager.
         strict: raise instead of any eager fall-back.
         device: by default that of the module's parameters, or of the first call's tensors.
-        request_buckets: a ladder for request-shaped inputs.
+        request_buckets: a ladder for request-shaped inputs; by default that of the first strategy with a ladder of its own.
         output_request_dim: like ``output_token_dim``, for requests.
         pool: as for :class:`BreakableCapture`. Several runners may share one, and do by default. Give one of its own
             (:func:`~segue.new_pool`) where eager code keeps addresses of memory that other graphs have freed.
@@ -134,11 +134,15 @@ class GraphRunner:
         self.fn, self.ladder = fn, options.ladder("buckets", buckets)
         self.request_ladder = None if request_buckets is None else options.ladder("request_buckets", request_buckets)
         self.inputs, self._binder = inputs, Binder(fn, inputs)
-        if any(leaf.request for leaf in self._binder.leaves) != (self.request_ladder is not None):
-            raise UsageError("request-shaped inputs and request_buckets go together: one was given without the other")
         self.strategies = list(strategies) if strategies is not None else [Breakable()]
         if not self.strategies:
             raise UsageError("strategies=[] leaves no way to capture; leave it out, or end it with one that serves every call")
+        own = {s.name: ladder for s in self.strategies if (ladder := ladder_of(s)) is not None}
+        by_request = any(leaf.request for leaf in self._binder.leaves)
+        if by_request and self.request_ladder is None:
+            self.request_ladder = next(iter(own.values()), None)
+        if by_request != (self.request_ladder is not None):
+            raise UsageError("request-shaped inputs and request_buckets go together: one was given without the other")
         self.capture_ctx = options.function("capture_ctx", capture_ctx, "a bucket, and return the context of its capture")
         self.state, self.progress = options.tensors("state", state), progress
         self._budget: MemoryBudget | None = None
@@ -147,7 +151,6 @@ class GraphRunner:
         self.summary: CaptureSummary | None = None
         self.guard, self.disabled = ModuleGuard(fn), environment.disabled()
         self._left_out: dict[int, str] = {}
-        own = {s.name: ladder for s in self.strategies if (ladder := ladder_of(s)) is not None}
         self.admission = Admission(
             self.ladder, self.request_ladder, max_padding, tuple(s.name for s in self.strategies), self._left_out, own
         )
