@@ -282,3 +282,19 @@ def test_rows_behind_a_window_are_numbers(device: Device) -> None:
     assert memory.place(1, 1) is None  # somebody looks at it
     del view
     assert memory.place(2, 16) is not None
+
+
+def test_memory_that_gets_no_storages_of_its_own_leaves_steps_to_breakable_graphs(
+    start: Start, said: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(t: Tensor) -> Tensor:
+        raise BufferError("no dlpack here")
+
+    monkeypatch.setattr("segue._torch.with_own_storage", refuse)
+    handle = start()
+    talk = Twins(handle)
+    talk.say(said(1, 5))
+    for _ in range(4):
+        talk.say(said(1, 1))
+    assert "full" not in handle.stats.strategies and "no dlpack here" in handle.strategies["full"]
+    assert not handle.stats.eager and sum(handle.stats.declined.values()) == 4
