@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from runner.paged import PAGE, WIDTH, Batch, Paged, batch
-from segue import Breakable, CaptureError, Full, GraphRunner, Input, NoBucketError, UsageError, break_point
+from segue import Breakable, CaptureError, Full, GraphRunner, Input, NoBucketError, UsageError, break_point, current_forward_ctx
 from segue.devices import Device
 
 INPUTS = {"x": Input(0, 0.0), "lengths": Input(0, 0), "table": Input(0, 0)}
@@ -140,6 +140,30 @@ def test_a_context_with_other_values_is_left_to_the_breakable_graph(device: Devi
         "ctx.scale is not what it was at the capture": 3,
         "ctx.bias is not what it was at the capture": 1,
     }
+
+
+def test_what_lies_deep_in_a_context_and_how_long_its_lists_are_is_looked_at(device: Device) -> None:
+    @break_point
+    def scale(x: Tensor) -> Tensor:
+        held = current_forward_ctx()
+        for factor in held["factors"]:
+            x = x * factor
+        return x * held["a"]["b"]["c"]["d"]["e"]["f"]
+
+    def made(factors: list[float], deep: float) -> Any:
+        return {"factors": factors, "a": {"b": {"c": {"d": {"e": {"f": deep}}}}}}
+
+    runner = runner_of(lambda x: scale(x + 1), device, inputs={"x": Input(0, 0.0)})
+    x = torch.ones(2, 3, device=device.torch_device)
+    for factors, deep, product in (([2.0], 1.0, 2.0),) * 3 + (([2.0, 3.0], 1.0, 6.0), ([2.0], 5.0, 10.0)):
+        assert torch.equal(runner(x, ctx=made(factors, deep)), (x + 1) * product)
+    assert runner.stats.strategies == {"full": 1} and sum(runner.stats.declined.values()) == 2
+    deeper: Any = 1.0
+    for _ in range(20):
+        deeper = {"more": deeper}
+    with pytest.raises(CaptureError, match="the live context holds more than"):
+        for _ in range(2):
+            runner_of(lambda x: x + 1, device, inputs={"x": Input(0, 0.0)}).capture(x, ctx=deeper)
 
 
 def test_capture_takes_the_ladder_of_the_strategy_that_takes_the_example(device: Device) -> None:

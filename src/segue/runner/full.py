@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sized
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from segue import _torch
-from segue.capture.context_paths import Path, children, getter, is_plain, show
+from segue.capture.context_paths import DEEPEST, MOST, Path, children, getter, is_plain, show
 from segue.capture.places import Places
 from segue.capture.thread_state import current_forward_ctx
-from segue.errors import UsageError
+from segue.errors import CaptureError, UsageError
 from segue.runner import options
 from segue.runner.calls import Call
 from segue.runner.ladder import Ladder
 from segue.runner.reasons import Reason
 from segue.runner.strategy import CapturedForward, CapturedProgram, Declined, Job, Takes, captured
-
-_LEVELS, _MOST = 4, 2_000  # of a context that are looked at
 
 
 class Full:
@@ -80,57 +78,77 @@ class _FullProgram:
         self.close, self.changed = program.close, program.changed
 
     def check(self) -> None:
-        if (changed := self._frozen.changed(current_forward_ctx())) is not None:
-            raise Declined(changed)
+        self._frozen.check(current_forward_ctx())
         self._check()
 
     def replay(self, valid_rows: int | None = None) -> None:
-        if (changed := self._frozen.changed(current_forward_ctx())) is not None:
-            raise Declined(changed)
+        self._frozen.check(current_forward_ctx())
         self._replay(valid_rows)
 
 
 class _Frozen:
-    """What a full graph has taken from the context of its capture: plain values that its code may read, and tensors it uses."""
+    """What a full graph has taken from the context of its capture: plain values and lengths that its code may read, and tensors
+    that it uses.
+
+    Raises:
+        CaptureError: the context holds more than is looked at.
+    """
 
     def __init__(self, ctx: Any, places: Places, used: Iterable[Tensor]) -> None:
         memory, said = {_torch.storage_key(t) for t in used}, places.names | places.live_names
         self._plain: list[tuple[Path, Callable[[Any], Any], Any]] = []
         self._tensors: list[tuple[Path, Callable[[Any], Any], Any]] = []
-        for path, value in _held(ctx):
+        self._lengths: list[tuple[Path, Callable[[Any], Any], int]] = []
+        for path, value in _held(ctx, said):
             if isinstance(value, Tensor):
                 if _torch.storage_key(value) in memory:
                     self._tensors.append((path, getter(path), _layout(value)))
-            elif is_plain(value) and all(kind != "attr" or key in said for kind, key in path):
+            elif is_plain(value):
                 self._plain.append((path, getter(path), value))
+            elif isinstance(value, Sized):
+                self._lengths.append((path, getter(path), len(value)))
 
-    def changed(self, ctx: Any) -> Reason | None:
-        """Why the graph would do something else than the break points would do with ``ctx``; None if it wouldn't."""
+    def check(self, ctx: Any) -> None:
+        """Raise Declined if the graph would do something else than the break points would do with ``ctx``."""
         for path, get, then in self._plain:
             now = _read(get, ctx)
             if now is not then and (type(now) is not type(then) or now != then):
-                return _has_changed(path)
+                raise _has_changed(path)
+        for path, get, then in self._lengths:
+            now = _read(get, ctx)
+            if not isinstance(now, Sized) or len(now) != then:
+                raise _has_changed(path)
         for path, get, then in self._tensors:
             now = _read(get, ctx)
             if not isinstance(now, Tensor) or _layout(now) != then:
-                return _has_changed(path)
-        return None
+                raise _has_changed(path)
 
 
-def _has_changed(path: Path) -> Reason:
-    return Reason(f"{show(path)} is not what it was at the capture", "Make it an input, which is refreshed in place")
+def _has_changed(path: Path) -> Declined:
+    why = f"{show(path)} is not what it was at the capture"
+    return Declined(Reason(why, "Make it an input, which is refreshed in place"))
 
 
-def _held(ctx: Any) -> Iterator[tuple[Path, Any]]:
-    """What a context holds, near first, with the paths to it. Each object is entered once."""
+def _held(ctx: Any, said: Container[str]) -> Iterator[tuple[Path, Any]]:
+    """What code that says the names ``said`` may read of a context, near first, with the paths. Each object is entered once,
+    and modules aren't: what they hold, the capture watches by itself.
+    """
     level: list[tuple[Path, Any]] = [((), ctx)]
-    entered: set[int] = set()
-    for depth in range(_LEVELS + 1):
+    entered: dict[int, Any] = {}
+    for _ in range(DEEPEST):
         yield from level
-        inner = [(p, v) for p, v in level if not is_plain(v) and not isinstance(v, Tensor) and id(v) not in entered]
-        entered.update(id(v) for _, v in inner)
-        below = (((*path, step), child) for path, value in inner for step, child in children(value))
-        level = list(islice(below, _MOST)) if depth < _LEVELS else []
+        inner = [(p, v) for p, v in level if not is_plain(v) and not isinstance(v, Tensor | nn.Module) and id(v) not in entered]
+        entered.update((id(v), v) for _, v in inner)
+        steps = (((*path, step), child) for path, value in inner for step, child in children(value))
+        level = list(islice((each for each in steps if each[0][-1][0] == "item" or each[0][-1][1] in said), MOST))
+        if not level:
+            return
+        if len(level) == MOST:
+            break
+    raise CaptureError(
+        f"the live context holds more than {MOST} values or {DEEPEST} levels, as at {show(level[0][0])}. A full graph goes on "
+        "with what its break points read of them at the capture. Give them less, and make inputs of what changes."
+    )
 
 
 def _read(get: Callable[[Any], Any], ctx: Any) -> Any:
