@@ -27,7 +27,7 @@ class StepState:
     """
 
     def __init__(self, most: int, device: torch.device) -> None:
-        self.most, self._device = most, device
+        self.most = most
         with torch.inference_mode(False):
             self._numbers = torch.zeros(4, most, dtype=torch.long, device=device)
             self.starts, self.used, self.live32 = (torch.zeros(most + 1, dtype=torch.int32, device=device) for _ in range(3))
@@ -36,15 +36,14 @@ class StepState:
 
     def point_at(self, memory: ResidentMemory, residence: Residence | None) -> None:
         """Be ready for a step of ``residence``; None: of padded sequences alone."""
-        count = 0 if residence is None else residence.batch
         rows = [[memory.padding_row] * self.most, [memory.padding_row] * self.most, [1] * self.most, [0] * self.most]
         if residence is not None:
+            assert residence.batch <= self.most
             for b, pad in enumerate(residence.pads):
                 first = residence.start + b * residence.room
                 new = first + residence.length, first + pad, residence.length - pad + 1, 1
                 for kind, number in zip(rows, new, strict=True):
                     kind[b] = number
-        assert count <= self.most
         self._numbers.copy_(torch.tensor(rows, device="cpu"))
         for at, t in enumerate((self.starts, self.used, self.live32), 1):
             t[: self.most].copy_(self._numbers[at])
