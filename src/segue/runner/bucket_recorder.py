@@ -30,7 +30,7 @@ from segue.runner.fixed_shapes import FixedShapes
 from segue.runner.ladder import Ladder
 from segue.runner.outputs import Layout, Lease, Outputs, Signature, owned
 from segue.runner.shared_memory import SharedMemory
-from segue.runner.staging import Buffer, Stage
+from segue.runner.staging import Buffer, InputBuffers, Stage
 from segue.runner.stats import Counters
 from segue.runner.strategy import Finish, Job, Strategy
 from segue.runner.write_log import WriteLog, generators_kept
@@ -56,6 +56,7 @@ class BucketRecorder:
         stream: Any,
         ladder: Ladder,
         most: tuple[int, int],
+        shared: InputBuffers,
         after_segment: Callable[[], object] | None = None,
     ) -> None:
         self.fn, self.binder, self.outputs, self.counters = fn, binder, outputs, counters
@@ -69,7 +70,7 @@ class BucketRecorder:
         self.buffers: list[Buffer | None] = [None] * len(binder.leaves)
         # Of one bucket of each variant: its rows, and what its breaks hand on.
         self._handed: dict[tuple[Key, int], tuple[int, list[tuple[str, tuple[int, ...], int | None]]]] = {}
-        self.lock = threading.RLock()  # one call at a time fills the buffers; taken before the pool's turn
+        self.shared, self.lock = shared, shared.lock
 
     def stage(self, call: Call, tokens: int, requests: int | None) -> Stage:
         """The buffers of the inputs that ``call`` gives, at a bucket's shape. Buffers that don't exist yet are made.
@@ -86,9 +87,10 @@ class BucketRecorder:
             if buffer is None:
                 spec = leaf.spec or shown[leaf]
                 most = self._most[0] if leaf.token else self._most[1] if leaf.request else 0
-                buffer = Buffer(leaf, spec, most + leaf.extra, self.device.torch_device)
+                buffer = self.shared.find(leaf, spec) or Buffer(leaf, spec, most + leaf.extra, self.device.torch_device)
                 if leaf.spec is not None:
                     self.buffers[i] = buffer
+                    self.shared.keep(buffer)
             chosen.append(buffer)
         return Stage(chosen, tokens, -1 if requests is None else requests)
 

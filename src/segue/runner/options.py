@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from segue.errors import UsageError
+from segue.runner.inputs import Leaf
 from segue.runner.ladder import Ladder
 
 
@@ -52,3 +53,25 @@ def function(name: str, value: Any, takes: str) -> Any:
     if value is not None and not callable(value):
         raise UsageError(f"{name}={value!r} must be a function of {takes}")
     return value
+
+
+def shares_buffers(other: Any, kind: type, leaves: Sequence[Leaf], most: tuple[int, int], pool: Any) -> None:
+    """Check that inputs of the names of ``other``'s, a runner, can lie in its buffers.
+
+    ``leaves``, ``most``: the declared inputs, and the most padded tokens and requests, of the runner that would share them.
+    """
+    if not issubclass(type(other), kind):
+        raise UsageError(f"buffers_of={other!r} is a {type(other).__qualname__}; give a segue.GraphRunner")
+    if pool is not None:
+        raise UsageError("buffers_of= means the pool of that runner too, since its graphs read the buffers; leave pool= out")
+    theirs = {leaf.name: leaf.declared for leaf in other._binder.leaves}
+    if not any(leaf.name in theirs for leaf in leaves):
+        raise UsageError(f"buffers_of= shares inputs of the same name, and that runner's are {', '.join(theirs)}")
+    for leaf in leaves:
+        if (declared := theirs.get(leaf.name, leaf.declared)) != leaf.declared:
+            raise UsageError(f"buffers_of=: input {leaf.name!r} is declared as {declared} there, and as {leaf.declared} here")
+    if any(mine > there for mine, there in zip(most, other.admission.most, strict=True)):
+        raise UsageError(
+            f"buffers_of=: that runner's buffers hold {other.admission.most[0]} tokens and {other.admission.most[1]} requests, "
+            f"and this one's {most[0]} and {most[1]}. Make the runner with the larger buckets first, and give it to the other"
+        )

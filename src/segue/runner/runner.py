@@ -35,6 +35,7 @@ from segue.runner.rank_group import rank_group
 from segue.runner.ranks import LockStep
 from segue.runner.reasons import ASLEEP, DISABLED, NOT_TAKEN, OTHER_SIZE, TRACED
 from segue.runner.replay_verifier import ReplayVerifier
+from segue.runner.staging import InputBuffers
 from segue.runner.stats import Counters, Stats
 from segue.runner.strategy import Breakable, Declined, Strategy, Takes, ladder_of
 
@@ -72,6 +73,8 @@ class GraphRunner:
         pool: as for :class:`BreakableCapture`. Several runners may share one, and do by default. Give one of its own
             (:func:`~segue.new_pool`) where eager code keeps addresses of memory that other graphs have freed.
         stream: likewise.
+        buffers_of: another runner. Inputs of the same names lie in its buffers, and graphs in its pool, so that both take the
+            memory of one, as for a verify and a draft step of one model. Calls of the two wait for each other.
         verify_every: every so many replays, also run the reference on a copy of the context and compare. 0: never.
         strategies: how buckets are captured, the preferred first; the last must serve every call.
         progress: show progress and a closing line on stderr during ``capture()``.
@@ -114,6 +117,7 @@ class GraphRunner:
         output_request_dim: Any = None,
         pool: Pool | tuple[int, int] | None = None,
         stream: Any = None,
+        buffers_of: GraphRunner | None = None,
         verify_every: int = 0,
         strategies: Sequence[Strategy] | None = None,
         progress: bool = True,
@@ -154,6 +158,9 @@ class GraphRunner:
         self.admission = Admission(
             self.ladder, self.request_ladder, max_padding, tuple(s.name for s in self.strategies), self._left_out, own
         )
+        self._buffers_of = buffers_of
+        if buffers_of is not None:
+            options.shares_buffers(buffers_of, GraphRunner, self._binder.leaves, self.admission.most, pool)
         self._group = group, group_timeout
         self._lock_step = None
         if group is not None:
@@ -169,6 +176,7 @@ class GraphRunner:
         self._examples: dict[Key, KeptExample] = {}  # of capture(), by variant and strategy
         self._buckets: Buckets | None = None
         known = device is not None or devices.device_of(pool) is not None or self.guard.device is not None
+        known = known or (buffers_of is not None and buffers_of._buckets is not None)
         if self._settles_at_once and known:
             self._settle(())
 
@@ -331,7 +339,7 @@ class GraphRunner:
         if (buckets := self._buckets) is not None:
             with buckets.recorder.lock:
                 buckets.drop(buckets.graphs)
-                self._begin(buckets.recorder.device, buckets.recorder.pool)
+                self._begin(buckets.recorder.device, buckets.recorder.pool, buckets.recorder.shared)
 
     def wake(self, *args: Any, ctx: Any = None, **kwargs: Any) -> CaptureSummary | None:
         """End :meth:`sleep` and capture anew: from this example or, where none is given, from those of :meth:`capture`.
@@ -509,24 +517,29 @@ class GraphRunner:
         graphs.
         """
         asked: Any = self._device_asked
+        values, other = tuple(values), self._buffers_of
+        theirs = None if other is None else (other._buckets or other._open(values, {})).recorder
         if asked is None:
-            asked = devices.device_of(self._pool) or self.guard.device
+            asked = devices.device_of(self._pool if theirs is None else theirs.pool) or self.guard.device
         tensors = [t for v in values for _, t, _ in take_apart(v).leaves if isinstance(t, Tensor)]
         device = devices.resolve(asked, sorted(tensors, key=lambda t: t.device.type == "cpu"))
         self.guard.check_place(device.torch_device)
-        own = self._pool is None and self._budget is not None
-        pool = device.new_pool() if own else devices.pool_of(device, self._pool)
+        if theirs is None:
+            own = self._pool is None and self._budget is not None
+            pool, buffers = device.new_pool() if own else devices.pool_of(device, self._pool), InputBuffers()
+        else:
+            pool, buffers = devices.pool_of(device, theirs.pool), theirs.shared
         self._binder = Binder(self.fn, self.inputs)
         self._binder.place(device.torch_device)
         self._read = self._binder.read_any
-        return self._begin(device, pool)
+        return self._begin(device, pool, buffers)
 
-    def _begin(self, device: Device, pool: Pool) -> Buckets:
+    def _begin(self, device: Device, pool: Pool, buffers: InputBuffers) -> Buckets:
         """Begin without graphs."""
         outputs = Outputs(*self._output_dims, self._binder.label)
         recorder = BucketRecorder(
             self.fn, self._binder, outputs, self._counters, device, pool, self._stream, self.ladder, self.admission.most,
-            self._after_segment,
+            buffers, self._after_segment,
         )  # fmt: skip
         self._left_out.clear()
         if self._budget is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from math import prod
 from operator import attrgetter, itemgetter
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from segue import _torch
+from segue.errors import InputError
 from segue.runner.calls import Call
 from segue.runner.inputs import Leaf, Spec
 
@@ -111,6 +114,35 @@ class Buffer:
                 if real < rows:
                     self.refill(view, real, rows, real)
             return view
+
+
+class InputBuffers:
+    """The buffers of a runner's inputs by name, or of several runners that share them and a pool. Who uses them keeps them alive.
+
+    ``lock``: one call at a time fills them. It is taken before the pool's turn.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._named: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary()
+
+    def find(self, leaf: Leaf, spec: Spec) -> Buffer | None:
+        """The buffer of an input, if there is one.
+
+        Raises:
+            InputError: another runner's tensors of that name are of another shape or dtype.
+        """
+        buffer = self._named.get(leaf.name)
+        if buffer is not None and buffer.spec.describe() != spec.describe():
+            raise InputError(
+                f"input {leaf.name!r} is {spec.describe()}, and {buffer.spec.describe()} in the runner whose buffers this one "
+                "shares. Leave buffers_of= out, or give the inputs different names"
+            )
+        return buffer
+
+    def keep(self, buffer: Buffer) -> None:
+        """Share ``buffer`` from now on."""
+        self._named[buffer.leaf.name] = buffer
 
 
 class Stage:
