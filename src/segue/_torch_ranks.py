@@ -59,19 +59,30 @@ def gloo_group(group: Any, seconds: float) -> Any:
     return torch.distributed.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
 
 
-def largest_of_ranks(gloo: Any) -> Callable[[Sequence[int]], list[int]]:
-    """A function that gives the largest of each number over all ranks. torch's own does the same in twice the host time."""
-    asked: Any = torch.distributed.AllreduceOptions()
-    asked.reduceOp = torch.distributed.ReduceOp.MAX
+def values_of_ranks(gloo: Any) -> Callable[[Sequence[int], set[int]], list[list[int]]]:
+    """A function that gives the values of each rank, by rank, of which each gives as many. torch's own all-reduce of a few
+    numbers takes twice as long, since gloo's goes round a ring and back.
 
-    def largest(values: Sequence[int]) -> list[int]:
+    If it raises, it has put into its second argument the ranks whose values have arrived.
+    """
+    asked, size, calls = torch._C._distributed_c10d.AllToAllOptions(), gloo.size(), 0
+
+    def values(mine: Sequence[int], arrived: set[int]) -> list[list[int]]:
+        nonlocal calls
+        calls += 1
         with inference_guard(True):
-            numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
-            gloo.allreduce([numbers], asked).wait()
-            found: list[int] = numbers.tolist()
-            return found
+            row = [calls, *mine]
+            numbers = torch.tensor(row * size, dtype=torch.int64, device="cpu")
+            found = torch.zeros_like(numbers)
+            rows = found.view(size, -1)
+            try:
+                gloo.alltoall_base(found, numbers, [], [], asked).wait()
+            except Exception:
+                arrived.update(rank for rank, theirs in enumerate(rows.tolist()) if theirs[0] == calls)
+                raise
+            return [theirs[1:] for theirs in rows.tolist()]
 
-    return largest
+    return values
 
 
 def objects_of_ranks(gloo: Any, value: Any) -> list[Any]:

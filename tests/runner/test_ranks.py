@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import segue
 from runner.two_ranks import TwoRanks, two_ranks
 from segue.devices import Device
+from segue.runner import rank_group
 
 INPUTS = {"x": segue.Input(0, 0.0)}
 
@@ -422,8 +423,18 @@ def test_ranks_sleep_and_wake_together(ranks: TwoRanks) -> None:
     assert ranks(_asleep) == [(True, 2, 0)] * 2
 
 
-def _one_is_missing(place: torch.device) -> Any:
-    group, seconds = dist.new_group(backend="gloo"), []
+def _apart(place: torch.device, sockets: bool) -> Any:
+    """A new group, whose ranks segue takes to be of two hosts unless they may have ``sockets``."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not sockets:
+            patch.setattr(rank_group, "connected", lambda rank, size, seconds, tell: None)
+        group = dist.new_group(backend="gloo")
+        rank_group.rank_group(group, 1)
+    return group
+
+
+def _one_is_missing(place: torch.device, sockets: bool) -> Any:
+    group, seconds = _apart(place, sockets), []
     with runner_of(lambda x: x * 2, place, group=group, group_timeout=1) as runner:
         runner(_rows(3, 1, place))
         texts = []
@@ -436,10 +447,72 @@ def _one_is_missing(place: torch.device) -> Any:
         return texts, seconds
 
 
-def test_a_missing_rank_is_an_error_in_time(ranks: TwoRanks) -> None:
-    (texts, seconds), _ = ranks(_one_is_missing)
-    assert texts[0].startswith("rank 0 of 2 waited for the others to agree on a call, and not all came within 1 s (")
+@pytest.mark.parametrize("sockets", [True, False], ids=["one host", "several hosts"])
+def test_a_missing_rank_is_named_in_time(ranks: TwoRanks, sockets: bool) -> None:
+    (texts, seconds), _ = ranks(_one_is_missing, sockets)
+    assert texts[0].startswith("rank 0 of 2 waited up to 1 s for the others to agree on a call, and rank 1 did not come")
     assert texts[1].startswith("rank 0 of 2 missed the others at an earlier call") and 0.5 < seconds[0] < 3 > seconds[1] * 10
+
+
+def _one_is_late(place: torch.device, sockets: bool) -> Any:
+    with runner_of(lambda x: _all_reduce(x * 2), place, group=_apart(place, sockets), group_timeout=1) as runner:
+        runner(_rows(3, 1, place))
+        if dist.get_rank() == 1:
+            time.sleep(1.5)
+        with pytest.raises(segue.RankError) as error:
+            runner(_rows(3, 1, place))
+        return str(error.value)
+
+
+@pytest.mark.parametrize("sockets", [True, False], ids=["one host", "several hosts"])
+def test_a_rank_that_comes_too_late_doesnt_go_on_alone(ranks: TwoRanks, sockets: bool) -> None:
+    first, second = ranks(_one_is_late, sockets)
+    assert "rank 1 did not come" in first and second.startswith("rank 1 of 2 waited up to 1 s for the others")
+
+
+def _only_one_captures(place: torch.device) -> Any:
+    with runner_of(lambda x: x * 2, place, group=dist.new_group(backend="gloo"), group_timeout=1) as runner:
+        if dist.get_rank() == 0:
+            with pytest.raises(segue.RankError, match="rank 1 did not come"):
+                runner.capture(_rows(3, 1, place))
+
+
+def test_a_rank_that_doesnt_capture_is_named(ranks: TwoRanks) -> None:
+    ranks(_only_one_captures)
+
+
+def _over_both(place: torch.device) -> Any:
+    mine, found = dist.get_rank(), []
+    for sockets in (True, False):
+        group = rank_group.RankGroup(dist.group.WORLD, 1, sockets)
+        assert (group._sockets is not None) is sockets
+        found.append([group.largest([k, -k, -(2**62) * mine, 5 - 10 * mine]) for k in (mine, 7 * mine, 1 - mine)])
+    return found
+
+
+def test_ranks_of_one_host_and_of_several_tell_each_other_the_same(ranks: TwoRanks) -> None:
+    want = [[1, 0, 0, 5], [7, 0, 0, 5], [1, 0, 0, 5]]
+    assert ranks(_over_both) == [[want, want]] * 2
+
+
+def _one_is_interrupted(place: torch.device) -> None:
+    group = rank_group.RankGroup(dist.group.WORLD, 5)
+    if dist.get_rank() == 0:
+
+        def interrupted(values: Any) -> Any:
+            raise KeyboardInterrupt
+
+        group._values = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            group.largest([1])
+    with pytest.raises(segue.RankError, match="rank 0 is gone" if dist.get_rank() else "missed the others at an earlier call"):
+        group.largest([1])
+
+
+def test_nobody_waits_for_a_rank_that_was_interrupted_while_it_agreed(ranks: TwoRanks) -> None:
+    start = time.monotonic()
+    ranks(_one_is_interrupted)
+    assert time.monotonic() - start < 3
 
 
 def _decided_elsewhere(place: torch.device) -> Any:

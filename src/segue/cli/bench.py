@@ -175,6 +175,25 @@ def prime(out: Out = None, lengths: Lengths = None, times: Times = 20, output: F
 
 
 @app.command(
+    short_help="What it costs ranks to agree on a call.",
+    epilog=examples("segue bench ranks", "segue bench ranks --ranks 8 -f ranks.md"),
+)
+def ranks(
+    out: Out = None,
+    rounds: Annotated[int, typer.Option("--times", min=2, help="How often they agree in each way.")] = 2000,
+    ranks: Annotated[int, typer.Option(min=2, help="Processes to start.")] = 2,
+    output: FormatOption = Format.MD,
+) -> None:
+    """What it costs the ranks of one host to agree on a call: over sockets, over gloo, and in a runner's call.
+
+    It starts its own processes, and needs no CUDA device.
+    """
+    from segue.bench.rank_agreement import measure
+
+    _publish(measure(ranks, times=rounds, progress=log.print), out, output)
+
+
+@app.command(
     short_help="Decoders of several kinds: dense, mixture, hybrid, latent attention.",
     epilog=examples("segue bench kinds", "segue bench kinds --compile -n 256 -f kinds.md"),
 )

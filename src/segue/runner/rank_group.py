@@ -1,13 +1,15 @@
-"""What the ranks of a process group tell each other about a call, over a gloo group that segue makes for it."""
+"""What the ranks of a process group tell each other about a call: over sockets on one host, else over a gloo group of segue's."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from segue import _torch_ranks
 from segue.errors import RankError, UsageError
+from segue.runner.rank_sockets import MissingRanks, connected
 
 LONGEST_WAIT = 60.0  # seconds, unless the user says otherwise
 
@@ -20,13 +22,15 @@ class RankGroup:
     Args:
         group: the user's process group, of any backend.
         seconds: how long a rank waits for the others.
+        sockets: whether ranks of one host may use sockets.
     """
 
-    def __init__(self, group: Any, seconds: float) -> None:
+    def __init__(self, group: Any, seconds: float, sockets: bool = True) -> None:
         self._gloo, self.seconds = _torch_ranks.gloo_group(group, seconds), seconds
         self.rank, self.size = self._gloo.rank(), self._gloo.size()
         self.runners = 0  # that have asked for it, on this rank
-        self._largest = _torch_ranks.largest_of_ranks(self._gloo)
+        self._sockets = connected(self.rank, self.size, seconds, self._objects) if sockets else None
+        self._values = self._over_gloo() if self._sockets is None else self._sockets.values
         self._lost = False
 
     def largest(self, values: Sequence[int]) -> list[int]:
@@ -35,12 +39,8 @@ class RankGroup:
         Raises:
             RankError: another rank didn't come in time, or is gone.
         """
-        if self._lost:
-            raise self._is_lost()
-        try:
-            return self._largest(values)
-        except Exception as e:
-            raise self._missed(e) from e
+        with self._all_come():
+            return list(map(max, *self._values(values))) if self.size > 1 else list(values)
 
     def all(self, value: Any) -> list[Any]:
         """What each rank gives, by rank. It takes several times as long as :meth:`largest`.
@@ -48,20 +48,46 @@ class RankGroup:
         Raises:
             as :meth:`largest`.
         """
+        with self._all_come():
+            return self._objects(value)
+
+    def _objects(self, value: Any) -> list[Any]:
+        return _torch_ranks.objects_of_ranks(self._gloo, value)
+
+    def _over_gloo(self) -> Callable[[Sequence[int]], list[list[int]]]:
+        values_of_ranks = _torch_ranks.values_of_ranks(self._gloo)
+
+        def values(mine: Sequence[int]) -> list[list[int]]:
+            arrived: set[int] = set()
+            try:
+                return values_of_ranks(mine, arrived)
+            except Exception as e:
+                absent = set(range(self.size)) - arrived - {self.rank}
+                raise (MissingRanks(dict.fromkeys(absent, "did not come, or is gone")) if absent else e) from e
+
+        return values
+
+    @contextmanager
+    def _all_come(self) -> Iterator[None]:
         if self._lost:
             raise self._is_lost()
         try:
-            return _torch_ranks.objects_of_ranks(self._gloo, value)
+            yield
         except Exception as e:
+            self._lost = True
             raise self._missed(e) from e
+        except BaseException:  # Ctrl-C, say: the others may have this call's values of this rank, which will never have theirs
+            self._lost = True
+            if self._sockets is not None:
+                self._sockets.close()
+            raise
 
     def _missed(self, error: Exception) -> RankError:
-        self._lost = True
+        who = str(error) if isinstance(error, MissingRanks) else f"not all came ({str(error).partition(chr(10))[0][:200]})"
         return RankError(
-            f"rank {self.rank} of {self.size} waited for the others to agree on a call, and not all came within {self.seconds:g} "
-            f"s ({str(error).partition(chr(10))[0][:200]}). Every rank of the group must make each call of the runner, one "
-            "without work with 0 rows. If a rank only takes longer, give group_timeout=; after this error make a new group and "
-            "runner on all ranks."
+            f"rank {self.rank} of {self.size} waited up to {self.seconds:g} s for the others to agree on a call, and {who}. "
+            "Every rank of the group must make each call of the runner, one without work with 0 rows. If a rank only takes "
+            "longer, give group_timeout=; after this error make a new group and runner on all ranks."
         )
 
     def _is_lost(self) -> RankError:

@@ -56,7 +56,7 @@ class LockStep:
     """The agreement of all ranks on the calls of one runner. It is for one thread.
 
     Everything that could refuse a replay on one rank is looked at before the ranks agree, so that nobody waits in a collective
-    for a rank that doesn't come. In a call like the last ones, the agreement is one small all-reduce. It is two if the ranks' own
+    for a rank that doesn't come. In a call like the last ones, the agreement is one small exchange. It is two if the ranks' own
     lengths need different buckets, and more in calls that warm up, capture, or run eager.
 
     Args:
@@ -155,6 +155,7 @@ class LockStep:
             RankError: another rank's step has raised something, or it didn't come in time.
         """
         try:
+            self.group.largest([0])  # it names a rank that doesn't come
             self._tell(None, None, error)
         except RankError as other:
             if error is None:

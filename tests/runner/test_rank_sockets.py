@@ -1,0 +1,71 @@
+"""What a rank finds out about the others by its sockets, each of which a test holds the other end of."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from segue.runner.rank_sockets import MissingRanks, RankSockets, connected
+
+
+@pytest.fixture
+def ends() -> Iterator[dict[int, tuple[socket.socket, socket.socket]]]:
+    """The sockets of rank 1 to ranks 0 and 2, and their ends."""
+    pairs = {rank: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for rank in (0, 2)}
+    yield pairs
+    for pair in pairs.values():
+        for end in pair:
+            end.close()
+
+
+def sockets_of(ends: dict[int, tuple[socket.socket, socket.socket]]) -> RankSockets:
+    return RankSockets(1, {rank: mine for rank, (mine, _) in ends.items()}, 0.2)
+
+
+def say(end: socket.socket, call: int, *values: int, ago: float = 0.0) -> None:
+    end.send(struct.pack(f"{2 + len(values)}q", call, int((time.monotonic() - ago) * 1e6), *values))
+
+
+def test_values_come_by_rank_and_call_by_call(ends: dict[int, tuple[socket.socket, socket.socket]]) -> None:
+    sockets = sockets_of(ends)
+    for call in (1, 2):  # rank 0 is a call ahead
+        say(ends[0][1], call, call, -(2**62))
+    for call in (1, 2):
+        say(ends[2][1], call, 7, 8)
+        assert [list(row) for row in sockets.values([5, 6])] == [[call, -(2**62)], [5, 6], [7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [
+        (lambda end: None, "rank 2 did not come"),
+        (lambda end: end.close(), "rank 2 is gone"),
+        (lambda end: say(end, 2, 7), "rank 2 is at another call"),
+        (lambda end: say(end, 1, 7, 8), "rank 2 is at another call"),
+        (lambda end: say(end, 1, 7, ago=0.3), "rank 2 waited, and has gone on without this one"),
+    ],
+)
+def test_only_the_rank_that_took_no_part_is_named(ends, does, why) -> None:  # type: ignore[no-untyped-def]
+    sockets, start = sockets_of(ends), time.monotonic()
+    say(ends[0][1], 1, 9)
+    does(ends[2][1])
+    with pytest.raises(MissingRanks) as error:
+        sockets.values([5])
+    assert str(error.value) == why and time.monotonic() - start < 1
+
+
+def test_all_ranks_wait_the_stated_time_together(ends: dict[int, tuple[socket.socket, socket.socket]]) -> None:
+    start = time.monotonic()
+    with pytest.raises(MissingRanks, match=r"^rank 0 did not come, rank 2 did not come$"):
+        sockets_of(ends).values([5])
+    assert 0.15 < time.monotonic() - start < 0.39
+
+
+def test_without_a_way_to_another_rank_nobody_has_sockets() -> None:
+    assert connected(0, 2, 1.0, lambda value: [value, None]) is None
+    told = iter([["/nowhere", "/nowhere"], [True, False]])
+    assert connected(1, 2, 1.0, lambda value: next(told)) is None
