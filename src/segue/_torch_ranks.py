@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -39,6 +40,37 @@ def done(result: Any) -> Any:
         finished.set_result(None)
         return work._create_work_from_future(finished).boxed()
     return result
+
+
+def bound(run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """``run``, a collective, with its arguments, of which the process group is boxed for each run.
+
+    Whoever lets go of a group last waits for gloo's threads, and these may wait for the GIL: Python's object of the group
+    gives the GIL away meanwhile, and a box of it does not.
+    """
+    groups = {i: _group_in(arg) for i, arg in enumerate(args) if _is_boxed_group(arg)}
+    kept = [None if i in groups else arg for i, arg in enumerate(args)]
+
+    def again() -> Any:
+        return run(*(groups[i].boxed() if i in groups else arg for i, arg in enumerate(kept)), **kwargs)
+
+    return again
+
+
+def _is_boxed_group(value: Any) -> bool:
+    return isinstance(value, torch.ScriptObject) and str(value).endswith(".c10d.ProcessGroup>")
+
+
+def _group_in(boxed: Any) -> Any:
+    distributed: Any = torch._C._distributed_c10d
+    return distributed.ProcessGroup.unbox(boxed)
+
+
+def let_go_of_tensors() -> None:
+    """Let gloo's threads let go of the tensors of collectives that are done, for which they need the GIL. One that asks for it
+    while Python ends makes the process abort.
+    """
+    time.sleep(0.02)
 
 
 def is_process_group(group: Any) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -598,3 +601,34 @@ def _idle_beside_a_strategy(place: torch.device) -> Any:
 
 def test_an_idle_rank_sends_all_to_the_strategy_that_serves_every_call(ranks: TwoRanks) -> None:
     assert ranks(_idle_beside_a_strategy) == [{"short": 1, "breakable": 1}] * 2
+
+
+_ENDS = """
+import atexit, sys, weakref
+import torch
+import torch.distributed as dist
+
+atexit.register(lambda: print("alive at the end:", group() is not None))  # runs after what is registered later
+import segue
+
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+group = weakref.ref(dist.group.WORLD)
+
+def forward(x):
+    y = x * 2
+    dist.all_reduce(y)
+    return y
+
+runner = segue.GraphRunner(forward, {"x": segue.Input(0, 0.0)}, [4], device="emulator", progress=False)
+for _ in range(3):
+    runner(torch.ones(4, 2))
+dist.destroy_process_group()
+print("alive in graphs:", group() is not None)
+"""
+
+
+def test_graphs_let_go_of_a_group_before_python_ends(tmp_path: Path) -> None:
+    """Whoever lets go of it last waits for gloo's threads, which need the GIL for the tensors of their last collective."""
+    command = [sys.executable, "-c", _ENDS, str(tmp_path / "rendezvous")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert said.splitlines() == ["alive in graphs: True", "alive at the end: False"]

@@ -125,8 +125,9 @@ class EmulatedRecording:
         self._leave()
         self._literals.clear()
         take_back = partial(_take_back, self._undo, self._generators)
-        self._undo, self._generators = {}, {}
-        return EmulatedSegment(self._steps, list(self._externals.values()), self._pool, take_back)
+        steps, externals = self._steps, list(self._externals.values())
+        self._undo, self._generators, self._steps, self._externals = {}, {}, [], {}  # this object lives until it is collected
+        return EmulatedSegment(steps, externals, self._pool, take_back)
 
     def abort(self) -> None:
         """End the recording, and undo the writes and random draws of its ops, which CUDA would not have run."""
@@ -173,7 +174,8 @@ class EmulatedRecording:
         if (fresh.stores and fresh.fill) or any(known.writes) or known.acts:
             where = _source_lines.caller()
             bake = partial(self._bake, known.op, where)
-            run = partial(known.run, *_map(bake, args), **{k: _map(bake, v) for k, v in kwargs.items()})
+            bind: Callable[..., Callable[[], Any]] = _torch_ranks.bound if known.talks else _bound
+            run = bind(known.run, _map(bake, args), {k: _map(bake, v) for k, v in kwargs.items()})
             if not known.half:
                 self._await_transfers()
             store = self._transfers.append if known.half else _joined(fresh.stores)
@@ -313,6 +315,10 @@ def _joined(stores: list[tuple[tuple[int, ...], Store]]) -> Store | None:
             one(value)
 
     return store
+
+
+def _bound(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+    return partial(run, *args, **kwargs)
 
 
 def _map(bake: Callable[[Tensor], Tensor], value: Any) -> Any:

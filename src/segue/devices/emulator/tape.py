@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from segue import _torch
+from segue import _torch, _torch_ranks
 from segue.devices.emulator.pool import EmulatedPool
 from segue.errors import ReplayError
 
@@ -61,6 +63,8 @@ class EmulatedSegment:
         self._ran = bool(steps)  # by the recording, in place of the first launch
         self._pool = pool
         pool.adopt(self)
+        if any(_torch_ranks.is_collective(step.op) for step in steps):
+            _with_collectives.add(self)
 
     @property
     def empty(self) -> bool:
@@ -120,3 +124,16 @@ class EmulatedSegment:
             f"a tensor that {e.op} at {e.where} uses {what} since it was captured, and the graph would go on with the "
             "old address. Keep its storage as it is and change the values in place (copy_), or capture again."
         )
+
+
+_with_collectives: weakref.WeakSet[EmulatedSegment] = weakref.WeakSet()
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Let go of process groups, and of the tensors of collectives, while all threads still run."""
+    held = list(_with_collectives)
+    for segment in held:
+        segment.destroy()
+    if held:
+        _torch_ranks.let_go_of_tensors()
