@@ -376,6 +376,30 @@ class _Scaled:
         return _sum_over_ranks(x * self.weight)
 
 
+def _wide(x: Tensor) -> Tensor:
+    y = x.repeat(1, 1024).mul_(2)
+    return _sum_over_ranks(y[:, :2] / 2)
+
+
+def _budgets(place: torch.device, budgets: list[int | None]) -> Any:
+    with runner_of(_wide, place, (4, 8, 1024), group=dist.group.WORLD, memory_budget=budgets[dist.get_rank()]) as runner:
+        try:
+            summary = runner.capture(_rows(3, 1, place))
+        except segue.UsageError as e:
+            return str(e).split(":")[0]
+        for n in (3, 1000, 7):
+            assert torch.equal(runner(_rows(n, 2, place)), torch.full((n, 2), 4.0 + 8 * n, device=place)), n
+        return sorted(summary.buckets), runner.stats.buckets, dict(runner.stats.reasons)
+
+
+@pytest.mark.parametrize("other", [None, 2**32], ids=["none", "larger"])
+def test_ranks_keep_to_the_smallest_budget_of_any(ranks: TwoRanks, other: int | None) -> None:
+    for budgets in ([4 << 20, other], [other, 4 << 20]):
+        assert ranks(_budgets, budgets) == [([4, 8], (4, 8), {"memory_budget": 1})] * 2
+    assert ranks(_budgets, [2**32, other]) == [([4, 8, 1024], (4, 8, 1024), {})] * 2
+    assert ranks(_budgets, [other, 100]) == ["memory_budget=0.0 MiB is too small for one bucket"] * 2
+
+
 def _one_refuses(place: torch.device) -> Any:
     scaled, texts = _Scaled(place), []
     mine, x = dist.get_rank(), _rows(3, 1, place)

@@ -289,7 +289,7 @@ class Buckets:
             log.warning(
                 "segue: bucket %s is left out: graphs would take %s, and memory_budget is %s",
                 bucket,
-                cost,
+                cost if cost.total > self.budget.limit else "more on another rank",
                 mib(self.budget.limit),
             )
         self.routes.clear()

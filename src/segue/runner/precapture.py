@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import takewhile
@@ -21,8 +22,9 @@ from segue.runner.buckets import Buckets
 from segue.runner.calls import Binder, Call
 from segue.runner.captured_bucket import CapturedBucket
 from segue.runner.ladder import Ladder
-from segue.runner.memory_budget import Cost, mib
+from segue.runner.memory_budget import Cost, MemoryBudget, mib
 from segue.runner.progress import CaptureSummary, Progress
+from segue.runner.ranks import LockStep
 from segue.runner.replay_verifier import ReplayVerifier
 from segue.runner.strategy import Declined, Strategy, ladder_of
 from segue.runner.write_log import WriteLog, generators_kept
@@ -43,7 +45,7 @@ class Precapture:
         state: tensors to put back, whatever their size.
         progress: whether to show it.
         verify: whether each bucket is replayed once and compared with the reference.
-        meet: waits for other ranks after each bucket, and is given the error that this rank's capture raised, or None.
+        ranks: that capture the same ladder together, and agree on what their memory budgets leave of it.
     """
 
     def __init__(
@@ -59,9 +61,9 @@ class Precapture:
         state: Sequence[Tensor],
         progress: bool,
         verify: bool = False,
-        meet: Callable[[BaseException | None], None] | None = None,
+        ranks: LockStep | None = None,
     ) -> None:
-        self._meet = meet
+        self._ranks = ranks
         self.buckets, self.recorder, self.call = buckets, buckets.recorder, call
         self._strategy, self.context, self._make_context, self._state = strategy, context, make_context, state
         self._shown, self._verifier = progress, ReplayVerifier(1, state) if verify else None
@@ -100,6 +102,7 @@ class Precapture:
         start = time.perf_counter()
         before = self._attributes()
         collect_garbage()
+        self._agree_on_budget()
         progress = Progress(len(self.rungs), self._shown)
         with progress.showing(), generators_kept(self.recorder.device.torch_device):
             if self.buckets.budget is None:
@@ -139,8 +142,8 @@ class Precapture:
                 error = e
                 raise
             finally:
-                if self._meet is not None:
-                    self._meet(error)
+                if self._ranks is not None:
+                    self._ranks.meet(error)
                 del error  # its traceback holds this frame
             progress.done()
 
@@ -190,6 +193,20 @@ class Precapture:
             return False
         return True
 
+    def _agree_on_budget(self) -> None:
+        """All ranks keep to the smallest budget of any."""
+        if self._ranks is not None:
+            mine = self.buckets.budget
+            least = -self._ranks.group.largest([-sys.maxsize if mine is None else -mine.limit])[0]
+            if mine is not None:
+                mine.limit = least
+            elif least < sys.maxsize:
+                self.buckets.budget = MemoryBudget(least)
+
+    def _on_any_rank(self, *found: bool) -> list[bool]:
+        """Whether each is so on some rank, where all decide alike though their memory differs."""
+        return [*found] if self._ranks is None else [n > 0 for n in self._ranks.group.largest([int(f) for f in found])]
+
     def _capture_within_budget(self, progress: Progress) -> None:
         """Predict from two small buckets, then capture what fits, largest first.
 
@@ -208,7 +225,7 @@ class Precapture:
             order = [r for r in order if r not in dropped]
             self._leave_out(dropped, cost)
             self._drop(*self.done)
-            if self.buckets.cost().pool > base.pool:
+            if self._on_any_rank(self.buckets.cost().pool > base.pool)[0]:
                 log.warning("segue: the pool is shared and keeps %s; nothing more is captured", self.buckets.cost())
                 return
 
@@ -223,21 +240,24 @@ class Precapture:
         for rung in dict.fromkeys((order[0], order[len(order) // 2])) if order else ():
             self._capture([rung], progress)
             cost = self.buckets.cost()
-            if cost.total > budget.limit:
+            if self._on_any_rank(cost.total > budget.limit)[0]:
                 self._drop(*self.done)
                 if rung == order[0]:
+                    takes = cost if cost.total > budget.limit else "more on another rank"
                     raise UsageError(
                         f"memory_budget={mib(budget.limit)} is too small for one bucket: the smallest, {rung[0]}, "
-                        f"takes {cost}. Raise the budget, or share a pool"
+                        f"takes {takes}. Raise the budget, or share a pool"
                     )
                 self._leave_out([r for r in order if r >= rung], cost)
                 return [r for r in order if r < rung]
             budget.observe(rung[0], cost)
         now, graphs = self.buckets.cost(), len(self.buckets.graphs)
-        fitting, left_out = budget.split(sorted({r[0] for r in order}), now, graphs)
-        for bucket, cost in left_out.items():
-            self._leave_out([(bucket, None)], cost)
-        return [r for r in order if r[0] in fitting]
+        buckets = sorted({r[0] for r in order})
+        _, left_out = budget.split(buckets, now, graphs)
+        over = [b for b, is_over in zip(buckets, self._on_any_rank(*(b in left_out for b in buckets)), strict=True) if is_over]
+        for bucket in over:
+            self._leave_out([(bucket, None)], left_out.get(bucket, now))
+        return [r for r in order if r[0] not in over]
 
     def _first_over(self, rungs: Sequence[Rung], progress: Progress) -> int | None:
         """Capture until the budget is exceeded. Returns the index of the rung that exceeds it; None if none does."""
@@ -245,7 +265,7 @@ class Precapture:
         assert budget is not None
         for i, rung in enumerate(rungs):
             self._capture([rung], progress)
-            if self.buckets.cost().total > budget.limit:
+            if self._on_any_rank(self.buckets.cost().total > budget.limit)[0]:
                 return i
         return None
 

@@ -591,7 +591,7 @@ class GraphRunner:
             state=self.state,
             progress=self.progress,
             verify=verify,
-            meet=None if self._lock_step is None else self._lock_step.meet,
+            ranks=self._lock_step,
         )
 
     def check(self, *args: Any, ctx: Any = None, **kwargs: Any) -> Report:
