@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from segue._torch import inference_guard
+from segue.errors import UsageError
 
 _NO_TALK = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
 
@@ -89,6 +90,32 @@ def gloo_group(group: Any, seconds: float) -> Any:
     ranks = torch.distributed.get_process_group_ranks(group)
     limit = timedelta(seconds=seconds)
     return torch.distributed.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
+
+
+def registered_memory(group: Any, place: torch.device) -> torch.cuda.MemPool:
+    """A memory pool that the group's NCCL registers, what it takes later too.
+
+    Raises:
+        UsageError: the group registers no memory on ``place``.
+    """
+    if not is_process_group(group):
+        raise UsageError(f"group={group!r} is no process group that this process is in; give one of torch.distributed")
+    try:
+        backend = group._get_backend(place)
+        register = backend.register_mem_pool
+    except (RuntimeError, AttributeError) as e:
+        why = "as only NCCL in newer versions of torch does; leave it out"
+        raise UsageError(f"group= registers no memory on {place}, {why}") from e
+    with torch.cuda.device(place):
+        memory = torch.cuda.MemPool()
+        try:
+            register(memory)
+        except RuntimeError as e:
+            why = str(e).partition("\n")[0]
+            raise UsageError(
+                f"group= can't register memory on {place} yet ({why}). Make the group with device_id=, or run a collective first"
+            ) from e
+    return memory
 
 
 def values_of_ranks(gloo: Any) -> Callable[[Sequence[int], set[int]], list[list[int]]]:

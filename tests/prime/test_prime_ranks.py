@@ -99,7 +99,8 @@ def test_ranks_take_a_prime_graph_if_all_of_their_prompts_are_fresh(ranks: TwoRa
 
 
 def test_one_ranks_used_session_or_none_sends_all_to_breakable(ranks: TwoRanks) -> None:
-    calls = [((7, 5), BOTH), ((8, 3), BOTH), ((7, 5), ONE), ((4, 6), ONE), ((8, 8), NONE), ((5, 0), BOTH), ((0, 5), BOTH), ((4, 4), BOTH)]
+    calls = [((7, 5), BOTH), ((8, 3), BOTH), ((7, 5), ONE), ((4, 6), ONE), ((8, 8), NONE), ((5, 0), BOTH), ((0, 5), BOTH)]
+    calls.append(((4, 4), BOTH))
     assert ranks(_prompts, calls, False) == [({"prime": 1, "breakable": 3}, {})] * 2
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import segue
 from runner.two_ranks import TwoRanks, two_ranks
+from segue import _torch_ranks
 from segue.devices import Device
 from segue.runner import rank_group
 
@@ -580,6 +581,27 @@ def test_a_strategy_serves_a_call_only_if_all_ranks_with_work_take_it(ranks: Two
 def test_a_group_must_be_one(device: Device) -> None:
     with pytest.raises(segue.UsageError, match="group='world' is no process group"):
         segue.GraphRunner(lambda x: x, INPUTS, [4], device=device, group="world")
+
+
+def _registered(place: torch.device) -> None:
+    device = "emulator" if place.type == "cpu" else place
+    if place.type == "cuda":
+        dist.all_reduce(torch.ones(1, device=place))
+        pool = segue.new_pool(device, group=dist.group.WORLD)
+        with runner_of(lambda x: _all_reduce(x * 2), place, pool=pool) as runner:
+            for k in range(4):
+                assert torch.equal(runner(_rows(3, k, place)), _rows(3, 4 * k, place))
+        return
+    with pytest.raises(segue.UsageError, match="only NCCL registers a pool's memory, and this one is on emulator"):
+        segue.new_pool(device, group=dist.group.WORLD)
+    with pytest.raises(segue.UsageError, match="group= registers no memory on cuda:0, as only NCCL"):
+        _torch_ranks.registered_memory(dist.group.WORLD, torch.device("cuda", 0))
+    with pytest.raises(segue.UsageError, match="group=3 is no process group"):
+        _torch_ranks.registered_memory(3, torch.device("cuda", 0))
+
+
+def test_a_pools_memory_is_registered_with_the_group_or_that_is_refused(ranks: TwoRanks) -> None:
+    ranks(_registered)
 
 
 class _Short(segue.Breakable):

@@ -69,15 +69,20 @@ def resolve(device: str | torch.device | Device | None, tensors: Iterable[Tensor
     raise UsageError(f"segue captures on CUDA devices and, emulated, on CPU tensors; got device {str(place)!r}")
 
 
-def new_pool(device: str | torch.device | Device | None = None) -> Pool:
+def new_pool(device: str | torch.device | Device | None = None, group: Any = None) -> Pool:
     """A graph pool that no capture has unless it is given it, as ``pool=``: memory that other graphs free is not used again.
 
     Graphs of one pool reuse what the others freed. Where eager code keeps a raw address of such memory, as a decode kernel's
     workspace does, give other graphs a pool of their own. Its memory goes back when the last graph in it is closed.
 
-    ``device``: as for :class:`~segue.BreakableCapture`.
+    ``device``: as for :class:`~segue.BreakableCapture`. ``group``: a process group of ``torch.distributed``, whose NCCL registers
+    the pool's memory, so that collectives in graphs need no copies where NCCL can do without. It has made a collective on the
+    device already, or was made with ``device_id=``.
+
+    Raises:
+        UsageError: the group registers no memory for this device, as gloo does not.
     """
-    return resolve(device).new_pool()
+    return resolve(device).new_pool(group)
 
 
 def device_of(pool: Any) -> Device | None:

@@ -136,8 +136,12 @@ class Device(Protocol):
     def default_pool(self) -> Pool:
         """The pool every capture on this device shares unless told otherwise."""
 
-    def new_pool(self) -> Pool:
-        """A pool of its own."""
+    def new_pool(self, group: Any = None) -> Pool:
+        """A pool of its own, registered for the collectives of ``group``, if one is given.
+
+        Raises:
+            UsageError: the group registers no memory.
+        """
 
     def pool_at(self, handle: tuple[int, int]) -> Pool:
         """The pool of one of torch's handles, ``torch.cuda.graph_pool_handle()`` or ``CUDAGraph.pool()``: one for each handle."""

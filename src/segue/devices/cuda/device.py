@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from segue import _torch_ranks
 from segue.devices.cuda import raw, side_streams
 from segue.devices.cuda.op_checks import clearer_error
 from segue.devices.cuda.pool import CudaPool, open_captures
@@ -43,10 +44,16 @@ class CudaDevice:
             self._pool = self.new_pool()
         return self._pool
 
-    def new_pool(self) -> CudaPool:
-        """A pool of its own."""
+    def new_pool(self, group: Any = None) -> CudaPool:
+        """A pool of its own, whose memory ``group``'s NCCL registers.
+
+        Raises:
+            UsageError: that group registers none.
+        """
+        memory = None if group is None else _torch_ranks.registered_memory(group, self.torch_device)
         with torch.cuda.device(self.index):
-            pool = CudaPool(self)
+            pool = CudaPool(self, None if memory is None else memory.id)
+        pool.memory = memory
         return pool
 
     def pool_at(self, handle: tuple[int, int]) -> CudaPool:

@@ -63,6 +63,7 @@ class CudaPool:
         self.replays = 0
         self._given = handle is not None
         self.id: Any = torch.cuda.graph_pool_handle() if handle is None else handle
+        self.memory: torch.cuda.MemPool | None = None  # torch's object of the handle, if it is kept alive here
         self._lock = threading.RLock()
         self._devices: list[int] = []  # for each turn under way, the device that was current before it
         self._put_off = False  # whether to flush when the turn under way ends

@@ -13,7 +13,7 @@ from segue.devices.emulator import host_guard
 from segue.devices.emulator.pool import EmulatedPool
 from segue.devices.emulator.recording import EmulatedRecording
 from segue.devices.protocol import Traits
-from segue.errors import CaptureError
+from segue.errors import CaptureError, UsageError
 
 
 class Emulator:
@@ -35,8 +35,14 @@ class Emulator:
                 self._pool = self.new_pool()
             return self._pool
 
-    def new_pool(self) -> EmulatedPool:
-        """A pool of its own."""
+    def new_pool(self, group: Any = None) -> EmulatedPool:
+        """A pool of its own. No ``group`` registers its memory.
+
+        Raises:
+            UsageError: one is given.
+        """
+        if group is not None:
+            raise UsageError(f"group=: only NCCL registers a pool's memory, and this one is on {self.name}; leave it out")
         return EmulatedPool(self)
 
     def pool_at(self, handle: tuple[int, int]) -> EmulatedPool:
