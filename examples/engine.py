@@ -39,21 +39,21 @@ def paged_attention(
     rows = (table[:, :, None] * PAGE + torch.arange(PAGE, device=q.device)).flatten(1)  # [R, P * PAGE]
     if pieces is None:
         keys, values = cache[:, rows[: len(q)]].transpose(2, 3)  # the requests behind are padding
-        seen = torch.arange(rows.shape[1], device=q.device) < lengths[: len(q), None]
-        return nn.functional.scaled_dot_product_attention(q[:, :, None], keys, values, seen[:, None, None], enable_gqa=True)[:, :, 0]
+        seen = torch.arange(rows.shape[1], device=q.device) < lengths[: len(q), None, None, None]
+        return nn.functional.scaled_dot_product_attention(q[:, :, None], keys, values, seen, enable_gqa=True)[:, :, 0]
     out = []
     for request, (n, length) in enumerate(pieces):
-        piece, q = q.split((n, len(q) - n))
+        part, q = q.split((n, len(q) - n))
         keys, values = cache[:, rows[request, :length]].transpose(1, 2)[:, None]
-        causal = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
-        out.append(nn.functional.scaled_dot_product_attention(piece.transpose(0, 1)[None], keys, values, causal, enable_gqa=True)[0])
+        seen = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
+        out.append(nn.functional.scaled_dot_product_attention(part.transpose(0, 1)[None], keys, values, seen, enable_gqa=True)[0])
     return torch.cat(out, 1).transpose(0, 1)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions: ``cos`` and ``sin`` are [N, 1, size]."""
     left, right = x.chunk(2, -1)
-    return x * cos + torch.cat((-right, left), -1) * sin
+    return (x * cos + torch.cat((-right, left), -1) * sin).to(x.dtype)
 
 
 def summed(x: Tensor) -> Tensor:
