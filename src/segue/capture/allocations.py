@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from segue import _source_lines, _torch
+from segue import _source_lines, _torch, _torch_ops
 from segue.capture.context_paths import DeepContext
 from segue.capture.copied_memory import CopiedMemory
 from segue.devices import generators
@@ -101,15 +101,15 @@ class Allocations(_torch.WatchingMode):
             return func(*args, **kwargs)
         if kwargs:
             generators.note(kwargs)
-        writes = _torch.written_arguments(func)
-        written = _torch.tensors(_torch.written(writes, args, kwargs), {}) if writes[0] else []
+        writes = _torch_ops.written_arguments(func)
+        written = _torch_ops.tensors(_torch_ops.written(writes, args, kwargs), {}) if writes[0] else []
         self.copies.check_write(func, written)
         result = func(*args, **kwargs)
-        given = {_torch.address(t) for t in _torch.tensors(args, kwargs)}
+        given = {_torch.address(t) for t in _torch_ops.tensors(args, kwargs)}
         self.used.update(a for a in given if not self._lives(a))
         self._written.update(map(_torch.address, written))
         self.outside += [t.detach() for t in written if not self.has(t)]
-        made = [(a, t) for t in _torch.tensors((result,), {}) if (a := _torch.address(t)) and not self._lives(a)]
+        made = [(a, t) for t in _torch_ops.tensors((result,), {}) if (a := _torch.address(t)) and not self._lives(a)]
         made = [(a, t) for a, t in made if a not in given]
         self._storages.update((a, weakref.ref(t.untyped_storage())) for a, t in made)
         if any(self._depends(a) for a in given) and not _reads_no_values(func):

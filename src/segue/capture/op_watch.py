@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from segue import _source_lines, _torch, _torch_modes
+from segue import _source_lines, _torch, _torch_modes, _torch_ops
 from segue.capture.context_paths import DeepContext
 from segue.capture.copied_memory import CopiedMemory
 from segue.capture.externals import External
@@ -187,7 +187,7 @@ class OpWatch(_torch.WatchingMode):
         uses, self._uses = self._uses, []
         if op.views:
             return
-        filled = [t for t in _tensors(_torch.written(op.writes, args, kwargs)) if op.fills]
+        filled = [t for t in _tensors(_torch_ops.written(op.writes, args, kwargs)) if op.fills]
         for key, t in uses:
             external = self.externals.get(key)
             if external is not None and sum(t is other for _, other in uses) > sum(t is other for other in filled):
@@ -200,7 +200,7 @@ class OpWatch(_torch.WatchingMode):
         """Note whether an op took the dtype of its result, or its place, from the defaults: where neither operands nor arguments
         say it.
         """
-        made, given = _torch.tensors((result,), {}), _torch.tensors(args, kwargs)
+        made, given = _torch_ops.tensors((result,), {}), _torch_ops.tensors(args, kwargs)
         told = any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values()))
         if not told and any(map(_inexact, made)) and not any(map(_inexact, given)):
             self.read_modes.add(_torch_modes.DEFAULT_DTYPE.name)
@@ -310,7 +310,7 @@ class OpWatch(_torch.WatchingMode):
         )
 
     def _write(self, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        written = list(_tensors(_torch.written(op.writes, args, kwargs)))
+        written = list(_tensors(_torch_ops.written(op.writes, args, kwargs)))
         self.copies.check_write(op.name, written)
         for t in written:
             if t.layout is torch.strided:
@@ -338,11 +338,11 @@ def _op_facts(func: Any) -> _Op:
     schema = getattr(func, "_schema", None)  # a higher-order op has none
     types = [set(re.findall(r"\w+", str(a.type))) for a in schema.arguments] if schema is not None else [{"Any"}]
     plain = _PLAIN | {list, tuple} if all(t <= _TENSOR or t <= _NUMBERS for t in types) else _PLAIN
-    restores = schema is not None and schema.name.rpartition("::")[2] in _torch.RE_STORING
+    restores = schema is not None and schema.name.rpartition("::")[2] in _torch_ops.RE_STORING
     name = str(func)
     reads = _torch_modes.ATTENTION.name if "scaled_dot_product" in name else ""
     reads = _torch_modes.CUDNN.name if _USES_CUDNN.search(name) else reads
-    writes = _torch.written_arguments(func)
+    writes = _torch_ops.written_arguments(func)
     fills = schema is not None and (schema.name in _FILLS or any(a.is_out for a in schema.arguments))
     views = schema is not None and not writes[0] and schema.name not in _MAY_COPY and any(r.alias_info for r in schema.returns)
     op = _ops[id(func)] = _Op(func, name, plain, writes, restores, reads, fills, views)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segue import _source_lines, _torch
+from segue import _source_lines, _torch, _torch_ops
 from segue.capture import is_breakable_capture_active
 from segue.capture.allocations import Allocations
 from segue.devices import generators
@@ -43,7 +43,7 @@ class WriteLog(Allocations):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if not is_breakable_capture_active():
-            for t in _torch.tensors(_torch.written(_torch.written_arguments(func), args, kwargs or {}), {}):
+            for t in _torch_ops.tensors(_torch_ops.written(_torch_ops.written_arguments(func), args, kwargs or {}), {}):
                 if _torch.address(t):
                     self._before_write(t, func)
         return super().__torch_dispatch__(func, types, args, kwargs)
