@@ -16,6 +16,7 @@ from torch import Tensor
 
 from segue.capture.context_paths import PLAIN
 from segue.capture.host_generators import State
+from segue.capture.object_graph import cell_content
 
 _DEPTH = 6  # of values that are compared
 ABSENT: Any = object()  # where nothing is held
@@ -120,8 +121,8 @@ def of_class(cls: type) -> Container:
 def of_cells(cells: dict[str, CellType], name: str) -> Container:
     """The variables of the functions around a function, ``name``."""
     return Container(
-        lambda: map(_content, cells.values()),
-        lambda: {k: _content(c) for k, c in cells.items()},
+        lambda: [cell_content(c, ABSENT) for c in cells.values()],
+        lambda: {k: cell_content(c, ABSENT) for k, c in cells.items()},
         lambda k: f"{name}: {k}",
         lambda new: _put_contents(cells, new),
     )
@@ -232,13 +233,6 @@ def _put_contents(cells: dict[str, CellType], entries: dict[str, Any]) -> None:
     for k, cell in cells.items():
         if entries[k] is not ABSENT:
             cell.cell_contents = entries[k]
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return ABSENT
 
 
 def _short(value: Any) -> str:

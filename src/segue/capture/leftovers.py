@@ -96,8 +96,7 @@ class Leftovers:
             CaptureError: the break's code names something that the segment has set. At a replay it would find something else.
         """
         names = None
-        for c, key, before in self._changes(self._often):
-            c.first.setdefault(key, before)
+        for c, key, before in self._note_changes(self._often):
             names = _names_in(code) if names is None else names
             if isinstance(key, str) and key in names:
                 _refuse(
@@ -136,13 +135,9 @@ class Leftovers:
 
     def check(self, name: str) -> None:
         """Raise CaptureError if the segments of the capture ``name`` have left something behind."""
-        for c, key, before in self._changes(self._all):
-            c.first.setdefault(key, before)
+        self._note_changes(self._all)
         left = [
-            (c, key, before)
-            for c in self._found
-            for key, before in c.first.items()
-            if not same(before, c.saved.get(key, ABSENT))
+            (c, key, before) for c in self._found for key, before in c.first.items() if not same(before, c.saved.get(key, ABSENT))
         ]
         if not left:
             return
@@ -166,19 +161,18 @@ class Leftovers:
         """After a failed capture, put back what was where its segments have kept a tensor that ``owns`` says is graph memory.
         It may never have been written, and what replays there overwrites it.
         """
-        for c, key, before in self._changes(self._all):
-            c.first.setdefault(key, before)
+        self._note_changes(self._all)
         for c in self._found:
             kept = {k: v for k, v in c.first.items() if any(isinstance(t, Tensor) and owns(t) for t in leaves_of(c.saved.get(k)))}
             if kept:
                 c.put({**c.saved, **kept})
 
-    def _changes(self, groups: list[ContainerGroup]) -> Iterator[tuple[Container, Any, Any]]:
-        for group in groups:
-            yield from group.changes()
-
-    def _methods(self) -> list[FunctionType]:
-        return [f for cls in self._classes for f in vars(cls).values() if isinstance(f, FunctionType)]
+    def _note_changes(self, groups: list[ContainerGroup]) -> list[tuple[Container, Any, Any]]:
+        """Note what segments have changed since the last look, and return it: the container, the key, and what was there."""
+        changes = [change for group in groups for change in group.changes()]
+        for c, key, before in changes:
+            c.first.setdefault(key, before)
+        return changes
 
     def _note(self, value: Any, name: str) -> None:
         if id(value) in self._seen or isinstance(value, Tensor | ModuleType | Compiled):
@@ -235,8 +229,8 @@ class Leftovers:
 
     def _set_at(self, key: Any) -> str:
         """The line that sets an attribute or a variable of this name, where one of the functions that were seen does."""
-        seen = [v for v in self._seen.values() if isinstance(v, FunctionType)]
-        for fn in [*seen, *self._methods()]:
+        values = [*self._seen.values(), *(v for cls in self._classes for v in vars(cls).values())]
+        for fn in [v for v in values if isinstance(v, FunctionType)]:
             for i in dis.get_instructions(fn):
                 if i.opname in _STORES and i.argval == key and i.positions is not None and fn.__name__ != "__init__":
                     return f", set at {_source_lines.line(fn.__code__, i.positions.lineno)}"
