@@ -80,9 +80,7 @@ class Binder:
         parameters = _parameters(fn, self.label)
         self._open = any(p.kind is p.VAR_KEYWORD for p in parameters)  # then the last value is a dict of further flags
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        self.names = [p.name for p in named] + (
-            [n for n in inputs if n not in {p.name for p in named}] if self._open else []
-        )
+        self.names = [p.name for p in named] + ([n for n in inputs if n not in {p.name for p in named}] if self._open else [])
         for name in _RESERVED:
             if name in self.names:
                 raise UsageError(f"{self.label} has a parameter {name!r}, which is the runner's own; rename it")
@@ -196,9 +194,7 @@ class Binder:
             call.specs = specs
         return call
 
-    def _check(
-        self, tensors: Sequence[Any]
-    ) -> tuple[tuple[int, int, bool], Sequence[tuple[Leaf, Spec]], InputError | None]:
+    def _check(self, tensors: Sequence[Any]) -> tuple[tuple[int, int, bool], Sequence[tuple[Leaf, Spec]], InputError | None]:
         """Check the values of all declared inputs. Returns the token count, the request count and whether some are on the CPU
         while the runner isn't; the specs of inputs that no call has shown before; and the error of an input of another size.
         """
@@ -221,11 +217,7 @@ class Binder:
                 if dim is None:
                     fits = shape == spec.head
                 else:
-                    fits = (
-                        len(shape) == spec.rank
-                        and shape[dim + 1 :] == spec.tail
-                        and (dim == 0 or shape[:dim] == spec.head)
-                    )
+                    fits = len(shape) == spec.rank and shape[dim + 1 :] == spec.tail and (dim == 0 or shape[:dim] == spec.head)
                 fits = fits and t.dtype is spec.dtype and t.layout is torch.strided and not (grad and t.requires_grad)
                 fits = fits and not _is_refused_wrapper(t)
                 home = t.device == device
@@ -244,9 +236,7 @@ class Binder:
             elif leaf.request:
                 count = shape[dim] - leaf.extra
                 if count != requests:
-                    requests = (
-                        count if requests < 0 <= count else self._disagree(leaf, tensors, "request", count, requests)
-                    )
+                    requests = count if requests < 0 <= count else self._disagree(leaf, tensors, "request", count, requests)
         if tokens < 0:
             raise InputError(f"{self.label}: no token-shaped input was given, so the call has no token count")
         return (tokens, requests, foreign), shown, unlike
@@ -261,9 +251,7 @@ class Binder:
         values = [None if i in declared else default for i, default in enumerate(self._defaults)]
         for name, value in zip(self.names, values, strict=True):
             if value is _MISSING:
-                raise InputError(
-                    f"argument {name!r} of {self.label} is missing: it has no default, so give an example call"
-                )
+                raise InputError(f"argument {name!r} of {self.label} is missing: it has no default, so give an example call")
         return values
 
     def placed(self, named: dict[str, Any], tensors: Sequence[Tensor | None]) -> dict[str, Any]:
@@ -333,17 +321,11 @@ class Binder:
 
     def _disagree(self, leaf: Leaf, tensors: Sequence[Any], what: str, count: int, before: int) -> int:
         if count < 0:
-            raise InputError(
-                f"input {leaf.name!r} has {count + leaf.extra} rows, fewer than its {leaf.extra} extra ones"
-            )
+            raise InputError(f"input {leaf.name!r} has {count + leaf.extra} rows, fewer than its {leaf.extra} extra ones")
         first = next(
-            i
-            for i, t in zip(self.leaves, tensors, strict=True)
-            if (i.token if what == "token" else i.request) and t is not None
+            i for i, t in zip(self.leaves, tensors, strict=True) if (i.token if what == "token" else i.request) and t is not None
         )
-        raise InputError(
-            f"input {first.name!r} has {before} {what}s and input {leaf.name!r} has {count}; they must agree"
-        )
+        raise InputError(f"input {first.name!r} has {before} {what}s and input {leaf.name!r} has {count}; they must agree")
 
     def _key(self, values: Sequence[Any], tensors: list[Tensor | None], ctx: Any) -> Key:
         key: list[Any] = [tensors[i] is not None for i in self._optional]
