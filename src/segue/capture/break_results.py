@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from segue import _torch
-from segue.capture.context_paths import ContextMap, getter, is_plain, show
+from segue.capture.context_paths import ContextMap, equal, getter, is_plain, show
 from segue.capture.handoff import Allocate, Handoff, first_result, token_dimension, zeros_on
 from segue.capture.nested import Branch, StructureChanged, Take, leaves, take_apart
 from segue.capture.op_watch import OpWatch
@@ -171,7 +171,7 @@ class BreakResult:
 
         def check(now: Any) -> None:
             then = kept if get is None else get(state.ctx)
-            if not (now is then or (is_plain(now) and type(now) is type(then) and _equal(now, then))):
+            if not (now is then or (is_plain(now) and type(now) is type(then) and equal(now, then))):
                 raise ReplayError(
                     f"{where}: {place} is {now!r} and was {what} at capture. The segments after it were recorded for "
                     "that value; return it as a tensor, or make the break cover what depends on it."
@@ -243,10 +243,6 @@ def _elements_read(t: Tensor) -> Any:
         return id(t)
     kind = t.dtype, t.device, t.shape
     return (*kind, t.data_ptr(), t.stride(), t.is_conj(), t.is_neg()) if t.numel() else kind
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return bool(a == b or (a != a and b != b))  # NaN counts as equal to NaN
 
 
 def _made_by_forward(t: Tensor) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segue.capture.context_paths import PLAIN
+from segue.capture.context_paths import PLAIN, equal
 from segue.capture.host_generators import State
 from segue.capture.object_graph import cell_content
 
@@ -164,7 +164,7 @@ def same(a: Any, b: Any, depth: int = _DEPTH) -> bool:
     if isinstance(a, Tensor):
         return _same_elements(a, b)
     if isinstance(a, PLAIN):
-        return bool(a == b or (a != a and b != b))
+        return equal(a, b)
     if isinstance(a, dict):
         there = dict(dict.items(b))
         return len(a) == len(b) and all(same(v, there.get(k, ABSENT), depth - 1) for k, v in dict.items(a))
