@@ -141,7 +141,9 @@ class Allocations(MadeMemory):
         return result
 
     def _depends(self, address: int) -> bool:
-        return any(address in of and _line(of, address) is not None for of in (self._from_inputs, _kept))
+        if address in self._from_inputs and _line(self._from_inputs, address) is not None:
+            return True
+        return address in _kept and _line(_kept, address) is not None
 
 
 @functools.cache
