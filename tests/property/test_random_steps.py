@@ -164,6 +164,8 @@ class Played:
     def reset(self, talk: Twins, number: int) -> None:
         talk.both(lambda cache: cache.reset())
         talk.mask = None
+        if not talk.goes_on_untouched(self.ids(1, 3 + number)):
+            talk.ours = talk.theirs = None
         talk.say(self.ids(1, 3 + number))
 
     def recapture(self, talk: Twins, number: int) -> None:

@@ -49,6 +49,7 @@ def observing(observer: Observer) -> Iterator[None]:
         _observing.observer = before
 
 
+_FRESH = torch.ops.aten.lift_fresh.default
 _CAST = torch.ops.aten._to_copy.default  # autocast fills its cache in grad mode; each op that uses the copy is checked by itself
 _NO_WRAPPER = Tensor.__torch_dispatch__
 _USES_CUDNN = re.compile("conv|cudnn|rnn|lstm|gru|batch_norm")
@@ -66,7 +67,7 @@ class _Op:
     ``func``: held, so that its id stays its own. ``plain``: types of arguments that neither are nor hold tensors. ``writes``:
     positions and names of the arguments that it writes. ``restores``: it gives a tensor other memory, as ``set_`` does.
     ``reads``: the mode that it reads and most ops don't, or "". ``fills``: it overwrites what it writes without reading it.
-    ``views``: it reads nothing, and gives another view of an operand.
+    ``views``: it reads nothing, and gives another view of an operand. ``fresh``: its operand is one that Python has just made.
     """
 
     func: Any
@@ -77,6 +78,7 @@ class _Op:
     reads: str
     fills: bool
     views: bool
+    fresh: bool
 
 
 _ops: dict[int, _Op] = {}  # by the id of the function, which is a third of what its hash costs
@@ -90,6 +92,7 @@ class OpWatch(_torch.WatchingMode):
         self._name = name
         # Where pool blocks begin that this capture has written or was seen to allocate, and where views of them do.
         self._made: set[int] = set()
+        self._fresh: list[Tensor] = []  # held, so that nobody else's tensor gets the address of one
         self._outside: set[int] = set()  # addresses of externals
         self._blocks_before: list[tuple[int, int]] = []  # pool blocks that were alive when the capture began
         self._young_before: dict[int, Any] = {}  # objects by id, held so that no other gets it
@@ -175,6 +178,10 @@ class OpWatch(_torch.WatchingMode):
             return  # without storage: a sparse one, or a wrapper, whose inner tensors come next
         if address in self._made or value.layout is not torch.strided:
             return
+        if op.fresh and value.device != self.pool.device.torch_device:  # a number on the host, as dynamo makes one of each float
+            self._fresh.append(value)
+            self._made.add(address)
+            return
         if self.pool.owns(value, look=_source_lines.in_compiled_code()):
             self.prove(value, op.name)
             return
@@ -246,7 +253,7 @@ class OpWatch(_torch.WatchingMode):
 
     def forget(self) -> None:
         """Let go of the context, of the hand-offs and of what there was before, at the end of the capture."""
-        self.copies, self.deep, self._young_before = CopiedMemory(), DeepContext(), {}
+        self.copies, self.deep, self._young_before, self._fresh = CopiedMemory(), DeepContext(), {}, []
 
     def is_new(self, obj: Any) -> bool:
         """Whether ``obj`` was made in this capture. The garbage collector, which is off, counts such objects as young."""
@@ -345,7 +352,7 @@ def _op_facts(func: Any) -> _Op:
     writes = _torch_ops.written_arguments(func)
     fills = schema is not None and (schema.name in _FILLS or any(a.is_out for a in schema.arguments))
     views = schema is not None and not writes[0] and schema.name not in _MAY_COPY and any(r.alias_info for r in schema.returns)
-    op = _ops[id(func)] = _Op(func, name, plain, writes, restores, reads, fills, views)
+    op = _ops[id(func)] = _Op(func, name, plain, writes, restores, reads, fills, views, func is _FRESH)
     return op
 
 
