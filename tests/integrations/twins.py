@@ -35,6 +35,11 @@ def held(cache: Any) -> list[tuple[int, Tensor, Tensor]]:
     return [(layer.get_seq_length(), layer.keys, layer.values) for layer in cache.layers]
 
 
+def emptied(cache: Any) -> bool:
+    """Whether nothing is left of a cache that was reset. Some releases of transformers leave zeroed rows, and can't go on."""
+    return not any(layer.is_initialized and layer.keys.numel() for layer in cache.layers)
+
+
 def cached(handle: Any, cache: Any) -> dict[str, Any]:
     """The argument that gives a model a cache."""
     return {names.cache_name(type(handle.module).forward): cache}
@@ -79,15 +84,6 @@ class Twins:
         change(self.ours)
         change(self.theirs)
 
-    def goes_on_untouched(self, ids: Tensor) -> bool:
-        """Whether the untouched model takes ids [batch, n] with its cache: some releases can't use what is left of one."""
-        try:
-            with torch.no_grad(), self.handle.untouched():
-                self.handle.module(ids, use_cache=True, **cached(self.handle, copy.deepcopy(self.theirs)))
-        except RuntimeError:
-            return False
-        return True
-
     def copied(self, how: Callable[[Any], Any] = copy.deepcopy) -> Twins:
         """Another conversation, whose caches are copies of these."""
         return Twins(self.handle, how(self.ours), how(self.theirs), self.mask)
@@ -109,4 +105,5 @@ class Twins:
 
 def close(got: Tensor, want: Tensor) -> None:
     """Equal to rounding."""
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    most = 1e-4 if want.dtype is torch.float32 else 5e-2
+    torch.testing.assert_close(got, want, rtol=most, atol=most)
