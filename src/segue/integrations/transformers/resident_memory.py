@@ -97,8 +97,8 @@ class ResidentMemory:
             start = max(start, first + taken)
         if start + size > self.rows:
             return None
-        rooms = self._unused.pop((start, batch, room), None)
-        if rooms is None:
+        rooms = self._unused.pop((start, batch, room), [])
+        if not rooms:
             rooms = [_torch.with_own_storage(t[start : start + size].unflatten(0, (batch, room))) for t in self._owned]
             if len(self._unused) > _MOST_UNUSED:
                 self._unused.clear()
