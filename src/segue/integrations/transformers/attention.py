@@ -147,7 +147,7 @@ def attention_forward(
         return as_input(out), weights
     for name in LIVE:
         options.pop(name, None)
-    return attend(query, key, value, module, **options), None
+    return as_input(attend(query, key, value, module, **options)), None
 
 
 _torch.dynamo_boundary(attention_forward, "a segue break point runs eagerly between two graphs")

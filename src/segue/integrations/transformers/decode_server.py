@@ -104,6 +104,7 @@ class DecodeServer:
         self._batches = [b for b in _BATCHES if b > 1 or not compiled]
         self._state = StepState(self._batches[-1], self._device.torch_device)
         attention = names.attention_function(parts.mixers[0].module, self._name)
+        self._plain = body.uncompiled
         self._body = DecodeBody(body, model, self._state, None, additive=self._name == "eager")
         self._body.cuts, self._attention = _CUTS, attention
         self._memory: ResidentMemory | None = None
@@ -452,7 +453,7 @@ class DecodeServer:
             leave_all(residence, copied=True)
             return output[0](last_hidden_state=hidden[:, None], **{cache_name: call.cache})
 
-        with torch.no_grad(), jittered(self._decoder), exact_products():
+        with torch.no_grad(), jittered(self._decoder), exact_products(), self._plain():
             return difference(self._forward, self._decoder, untouched, ours)
 
     def describe(self) -> str:
