@@ -110,7 +110,7 @@ class ResidentMemory:
 
     def view(self, residence: Residence, layer: int, which: int) -> Tensor:
         """Keys (``which`` 0) or values (1) of a layer [B, heads, T, size], as a cache holds them."""
-        return residence.rooms[2 * layer + which][:, residence.seen(layer)].transpose(1, 2)
+        return residence.rooms[2 * layer + which][:, residence.shown(layer)].transpose(1, 2)
 
 
 class Residence:
@@ -128,6 +128,11 @@ class Residence:
         self.pads: Sequence[int] = (0,) * batch
         self.mask: Tensor | None = None
         self.layers: list[weakref.ref[Any]] = []
+
+    def shown(self, layer: int) -> slice:
+        """The rows that a layer of the cache shows."""
+        window = self.memory.shapes[layer].window
+        return slice(max(0, self.length - window + 1) if window else 0, self.length)
 
     def take_in(self, kept: Sequence[tuple[Tensor, Tensor]], length: int) -> None:
         """Copy keys and values [B, heads, n, size] of each layer, the last ``n`` of ``length`` tokens."""
@@ -148,11 +153,6 @@ class Residence:
             _torch.foreach_copy(to, given)
         self.length = length
 
-    def seen(self, layer: int) -> slice:
-        """Which rows of a sequence the cache shows of a layer."""
-        window = self.memory.shapes[layer].window
-        return slice(max(0, self.length - window + 1) if window else 0, self.length)
-
     def reorder(self, layer: int, order: Tensor) -> bool:
         """Let each sequence have what the one whose number stands in ``order`` [B] has in a layer. Returns False, having done
         nothing, where that makes another batch or somebody has a view of the layer.
@@ -163,7 +163,7 @@ class Residence:
         if order.shape != (self.batch,) or any(_torch.storage_users(t) > 1 for t in rooms):
             return False
         with torch.no_grad():
-            rows, order = [t[:, self.seen(layer)] for t in rooms], order.to(rooms[0].device)
+            rows, order = [t[:, self.shown(layer)] for t in rooms], order.to(rooms[0].device)
             _torch.foreach_copy(rows, [t.index_select(0, order) for t in rows])
         return True
 
