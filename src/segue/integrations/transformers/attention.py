@@ -108,6 +108,7 @@ class LiveContext:
     packed: Mapping[str, Any] | None = None  # the same of a paged cache, which is among them
     prime: str | None = None  # the strategy whose graphs take it, as prompts for an empty cache
     numbers: Tensor | None = None  # what that strategy's trunk gets of each token
+    given: int = 0  # sequences of the caller's, where a batch is filled up
     reached: list[int] | None = None  # layers whose attention got here, for the probe
     calls: Sequence[dict[str, Any]] | None = None  # what each layer is given, by name, where that was seen
     returned: dict[Any, Any] = field(default_factory=dict)  # by breaks, for breaks after them
