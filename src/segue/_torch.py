@@ -1,4 +1,4 @@
-"""Every private or version-dependent torch call, in one place. What CUDA alone needs is in ``devices/cuda/raw.py``.
+"""Private and version-dependent torch calls. Those about ops, modes and ranks have files beside this one.
 
 The private names that segue can't do without are looked up when this is imported, and one error names all that are missing. No
 function here needs a GPU, and none imports dynamo.
@@ -6,10 +6,9 @@ function here needs a GPU, and none imports dynamo.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
@@ -24,7 +23,6 @@ from segue.errors import SegueError
 
 _NEEDED = (
     *("torch._C._InferenceMode", "torch._C._construct_storage_from_data_pointer", "torch.UntypedStorage._cdata"),
-    *("torch._C.DispatchKey", "torch._C._dispatch_has_kernel_for_dispatch_key", "torch.ops.aten.add.Tensor._op_dk"),
     *("torch._C._EnableTorchFunction", "torch._C.DisableTorchFunction", "torch._C._DisableTorchDispatch"),
     *("torch._C._is_any_autocast_enabled", "torch._C._DisableAutocast"),
     *("torch._C._len_torch_function_stack", "torch._C._get_function_stack_at"),
@@ -108,60 +106,6 @@ class WatchingMode(TorchDispatchMode):
 def current_mode() -> Any:
     """The dispatch mode that sees an op first, or None."""
     return _python_dispatch._get_current_dispatch_mode()
-
-
-# In training these write their running statistics, and their schemas don't say so.
-_SILENT = {"batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index"}
-_SILENT |= {"batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"}
-
-
-@functools.cache
-def written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Positions and names of the arguments that an ``OpOverload`` writes, or may write."""
-    schema = getattr(func, "_schema", None)
-    unsaid = _unsaid_writes("" if schema is None else schema.name)
-    written = [
-        (i, a.name)
-        for i, a in enumerate(getattr(schema, "arguments", ()))
-        if a.name in unsaid or (a.alias_info is not None and a.alias_info.is_write)
-    ]
-    return tuple(i for i, _ in written), tuple(name for _, name in written)
-
-
-def _unsaid_writes(op: str) -> set[str]:
-    """The arguments that an op writes though its schema doesn't say so."""
-    if op.removeprefix("aten::") in _SILENT:
-        return {"running_mean", "running_var"}
-    if op.startswith("c10d::") and op != "c10d::send":
-        return {"tensors", "output", "outputs", "output_tensor", "output_tensors", "output_lists"}
-    return {"tensor", "tensors"} if op in ("_c10d_functional::irecv", "_c10d_functional::batch_p2p_ops") else set()
-
-
-def written(
-    writes: tuple[tuple[int, ...], tuple[str, ...]], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Any]:
-    """The arguments of a call that its op writes. ``writes``: of the op, from :func:`written_arguments`."""
-    positions, names = writes
-    return [args[i] for i in positions if i < len(args)] + [kwargs[name] for name in names if name in kwargs]
-
-
-# Ops that give a tensor other memory. The tensor releases its old block, which others may be using.
-RE_STORING = {"set_", "resize_", "resize_as_", "_resize_output_"}
-
-
-def tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among an op's arguments. An op's arguments nest at most two lists deep."""
-    found = []
-    for a in (*args, *kwargs.values()):
-        if isinstance(a, Tensor):
-            found.append(a)
-        elif isinstance(a, list | tuple):
-            for b in a:
-                if isinstance(b, Tensor):
-                    found.append(b)
-                elif isinstance(b, list | tuple):
-                    found.extend(c for c in b if isinstance(c, Tensor))
-    return found
 
 
 def tensor_at(
@@ -253,16 +197,6 @@ def inference_guard(enabled: bool) -> Any:
     return _inference_guard(enabled)
 
 
-def open_composite(func: Any, key: str, *args: Any, **kwargs: Any) -> Any:
-    """Run the kernel that ``func`` has at dispatch key ``key``, so that a dispatch mode sees the ops inside it."""
-    return func._op_dk(getattr(torch._C.DispatchKey, key), *args, **kwargs)
-
-
-def has_kernel(name: str, key: str) -> bool:
-    """Whether operator ``name`` (``aten::linear``) has a kernel at dispatch key ``key``."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
-
-
 def skip_in_dynamo(code: CodeType) -> None:
     """Make dynamo compile neither frames of ``code`` nor those below them."""
     frames: Any = torch._C._dynamo.eval_frame
@@ -307,8 +241,9 @@ def dynamo_boundary(wrapper: Callable[..., Any], why: str) -> None:
     skip_in_dynamo(wrapper.__code__)
 
 
-def alias(t: Tensor, like: Tensor | None = None) -> Tensor:
-    """A plain tensor over ``t``'s storage, which it keeps alive, with the geometry and dtype of ``like`` or else of ``t``.
+def alias(t: Tensor, like: Tensor | None = None, strides: Sequence[int] | None = None) -> Tensor:
+    """A plain tensor over ``t``'s storage, which it keeps alive, with the geometry and dtype of ``like`` or else of ``t``, or
+    with other ``strides``.
 
     It is no inference tensor, belongs to no autograd graph, and is of no subclass.
     """
@@ -316,7 +251,7 @@ def alias(t: Tensor, like: Tensor | None = None) -> Tensor:
     guard = _inference_guard(False)
     try:
         plain = torch.empty(0, dtype=like.dtype, device=t.device)
-        return plain.set_(t.untyped_storage(), like.storage_offset(), like.size(), like.stride())
+        return plain.set_(t.untyped_storage(), like.storage_offset(), like.size(), like.stride() if strides is None else strides)
     finally:
         del guard
 
@@ -331,36 +266,6 @@ def lazy_bits(plain: Tensor, like: Tensor) -> Tensor:
 def generator_key(generator: torch.Generator) -> int:
     """Identity of the generator behind the object ``generator``."""
     return int(generator._cdata)  # type: ignore[attr-defined]
-
-
-def kernel(func: Any) -> Any:
-    """The callable behind an ``OpOverload``, without its Python frame."""
-    return getattr(func, "_op", func)
-
-
-def op_name(func: Any) -> str:
-    """The name of an ``OpOverload``: ``aten::add.Tensor``."""
-    return str(func.name())
-
-
-def python_kernel(name: str) -> str | None:
-    """Dispatch key of the Python kernel that ``torch.library`` registered for operator ``name`` on CPU tensors, or None."""
-    namespace, op = name.split("::", 1)
-    for key in ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd"):
-        if f"{namespace}/{op}/{key}" in _python_kernels:
-            return key
-    return None
-
-
-def custom_op_body(name: str) -> Callable[..., Any] | None:
-    """The function that the custom op ``name`` runs on CPU tensors, or None if ``name`` is no ``torch.library.custom_op``."""
-    bodies: dict[str | None, Callable[..., Any]] = getattr(_custom_ops.get(name), "_backend_fns", {})
-    return bodies.get("cpu", bodies.get(None))
-
-
-# Optional: without them the ops inside a Python kernel aren't seen, and the emulator records the op as a whole.
-_python_kernels: set[str] = getattr(torch.library, "_impls", set())
-_custom_ops: Any = getattr(getattr(getattr(torch, "_library", None), "custom_ops", None), "OPDEFS", {})
 
 
 def function_modes_on() -> Any:

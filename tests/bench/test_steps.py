@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -33,5 +35,36 @@ def test_a_wrong_replay_is_said(device: Device, monkeypatch: pytest.MonkeyPatch)
 
 def test_errors_are_those_of_the_models_own_dtype(device: Device) -> None:
     model = load(steps.SMALL, torch.bfloat16, device.torch_device)
-    (row,) = steps._errors(model, [steps._Way("eager", None, model)], forced=4)
+    (row,) = steps._errors(model, [steps._Way("eager", model, device)], forced=4)
     assert model.dtype is torch.bfloat16 and row["at most"] > 1e-4
+
+
+def test_a_reference_that_gives_other_tokens_each_time_is_no_wrong_replay(device: Device) -> None:
+    class Unsteady(steps._Way):
+        seen = 0
+
+        def generate(self, ids: torch.Tensor, new: int = steps.NEW_TOKENS) -> tuple[float, torch.Tensor]:
+            seconds, tokens = super().generate(ids, new)
+            self.seen += 1
+            return seconds, tokens + (self.seen if self.name == "segue" else 0)
+
+    model = load(steps.SMALL, torch.float32, device.torch_device)
+    ways, _ = steps._ways(model, device, 32, False, (), lambda line: None)
+    ids = torch.ones(1, 9, dtype=torch.long, device=device.torch_device)
+    way = Unsteady("segue", model, device, ways[1].handle)
+    assert steps._verdict(way, ids, way.generate(ids)[1]) == steps.UNSTEADY
+    assert steps._verdict(ways[1], ids, ways[1].generate(ids)[1] + 1) == "NO"
+    ways[1].handle.restore()
+
+
+def test_a_static_cache_has_a_call_and_a_text_of_its_own(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(steps.SMALL, torch.float32, device.torch_device)
+    monkeypatch.setattr(torch, "compile", lambda fn, **options: fn)
+    monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *args: True)
+    monkeypatch.setattr(type(device), "traits", dataclasses.replace(device.traits, timing=True))
+    way = steps._Way(steps.STATIC, model, device)
+    ids = torch.ones(2, 5, dtype=torch.long, device=device.torch_device)
+    seconds = way.call(ids, 3)
+    assert seconds is not None and 0 < seconds < way.generate(ids)[0] * 10
+    assert way.generate(ids, steps._TEXT[1])[1].shape == (2, steps._TEXT[1])
+    assert "get_compiled_call" not in vars(model)

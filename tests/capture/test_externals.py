@@ -464,3 +464,17 @@ def test_a_cache_that_is_allocated_anew_is_no_workspace(device: Device, reads: b
         runner(x)
     assert not net.cache.any()
     runner.close()
+
+
+def test_a_number_on_the_host_that_the_forward_makes_is_nothing_to_watch(device: Device) -> None:
+    def forward(x: Tensor) -> Tensor:
+        scale = torch.tensor(3.0, dtype=torch.float64, device="cpu")  # as dynamo makes one of each float, to guard on it
+        return x * scale.mul_(1.0)
+
+    with torch.inference_mode(False):
+        x = torch.ones(2, 4, device=device.torch_device)
+    with segue.BreakableCapture(device=device, root=forward) as capture:
+        out = forward(x)
+    capture.replay()
+    assert torch.equal(out, x * 3.0)
+    assert device.torch_device.type == "cpu" or [e.seen.device.type for e in capture.externals] == [device.torch_device.type]

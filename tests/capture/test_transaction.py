@@ -278,7 +278,7 @@ def test_an_interrupt_that_arrives_while_a_segment_ends_waits_until_it_has_ended
 def _interrupt_at_commit(y: Tensor) -> Tensor:
     capture = segue.BreakableCapture.current()
     assert capture is not None
-    recording = capture._recording
+    recording = capture._recorder.recording
     commit = recording.commit  # type: ignore[union-attr]
 
     def raise_then_commit() -> object:

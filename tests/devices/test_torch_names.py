@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from segue import SegueError, _torch
+from segue import SegueError, _torch, _torch_ops
 from segue.devices.cuda import raw
 
 
@@ -31,8 +31,8 @@ def test_a_torch_without_what_is_optional_will_do() -> None:
     code = (
         "import torch, torch.library\n"
         "del torch.library._impls, torch._library.custom_ops.OPDEFS\n"
-        "from segue import _torch\n"
-        "assert _torch.python_kernel('aten::add') is None and _torch.custom_op_body('aten::add') is None"
+        "from segue import _torch_ops\n"
+        "assert _torch_ops.python_kernel('aten::add') is None and _torch_ops.custom_op_body('aten::add') is None"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -43,7 +43,7 @@ def test_the_error_is_one_of_segues_and_an_import_error() -> None:
     assert isinstance(caught.value, ImportError)
 
 
-@pytest.mark.parametrize("module", [_torch, raw])
+@pytest.mark.parametrize("module", [_torch, _torch_ops, raw])
 def test_every_private_name_that_is_used_is_looked_up_first_or_optional(module: Any) -> None:
     tree = ast.parse(Path(module.__file__).read_text())
     used = {ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from integrations.conftest import build
-from segue import Ladder, accelerate
+from segue import Ladder, _torch, accelerate
 from segue.capture.compiled import Compiled, compile_dynamic
 from segue.devices import Device
 from segue.errors import CaptureError, UsageError
@@ -75,6 +75,23 @@ def test_nothing_compiles_after_the_capture(device: Device) -> None:
         model.generate(prompt(6, model), max_new_tokens=4, do_sample=False)
         assert counters["stats"]["unique_graphs"] == before
         assert graphed.stats.warmed <= 2 + 4 and not graphed.stats.eager  # two buckets, and four batches of steps
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_prime_graphs_and_steps_compile_nothing_more(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_by_inductor = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda fn, **options: compile_by_inductor(fn, backend="eager", **options))
+    monkeypatch.setattr("segue.devices.runs_compiled", lambda place: True)
+
+    def compiled(strategy: str) -> int:
+        torch._dynamo.reset()
+        before, model = _torch.compiled_graphs(), build(family, torch.device("cpu"))
+        with accelerate(model, buckets=[8, 24], strategy=strategy, compile=True, device="emulator") as graphed:
+            graphed.capture()
+            assert strategy == "breakable" or graphed.strategies["prime"] == graphed.strategies["full"] == ""
+        return _torch.compiled_graphs() - before
+
+    assert compiled("auto") == compiled("breakable") > 0
 
 
 def test_the_untouched_model_is_never_compiled(device: Device) -> None:

@@ -130,27 +130,28 @@ def test_filling_up_a_batch_that_takes_a_larger_bucket_is_left_to_breaks(make: M
     assert handle.stats.strategies == {"breakable": 1, "prime, batches of 4": 1}
 
 
-def test_there_are_only_so_many_graphs_of_batches(
-    make: Make, graphed: Make, ids: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prime_admission, "_MOST", 1)
+def _serving(make: Make, graphed: Make, ids: Make, *batches: int) -> Any:
+    """The handle of a model that has answered prompts of 8 tokens three times, in batches of these sizes."""
     model = make()
     handle = graphed(model, max_tokens=64)
     with torch.no_grad():
         for _ in range(3):
-            model(ids(2, 8), use_cache=True)
-            model(ids(4, 8), use_cache=True)
+            for prompts in batches:
+                model(ids(prompts, 8), use_cache=True)
+    return handle
+
+
+def test_there_are_only_so_many_graphs_of_batches(
+    make: Make, graphed: Make, ids: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prime_admission, "_MOST", 1)
+    handle = _serving(make, graphed, ids, 2, 4)
     assert handle.stats.strategies == {"prime, batches of 2": 1, "breakable": 1}
 
 
 def test_batches_that_are_not_proven_run_breakable(make: Make, graphed: Make, ids: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prime_admission, "place_numbers", lambda positions, real: torch.ones_like(positions).view(-1))
-    model = make()
-    handle = graphed(model, max_tokens=64)
-    with torch.no_grad():
-        for _ in range(3):
-            model(ids(2, 8), use_cache=True)
-            model(ids(1, 8), use_cache=True)
+    handle = _serving(make, graphed, ids, 2, 1)
     assert handle.stats.strategies == {"breakable": 1, "prime": 1}
     assert "in 2 prompts of 7 tokens by a trunk the last hidden state differs" in handle.strategies["prime, batches"]
 

@@ -35,6 +35,11 @@ def held(cache: Any) -> list[tuple[int, Tensor, Tensor]]:
     return [(layer.get_seq_length(), layer.keys, layer.values) for layer in cache.layers]
 
 
+def emptied(cache: Any) -> bool:
+    """Whether nothing is left of a cache that was reset. Some releases of transformers leave zeroed rows, and can't go on."""
+    return not any(layer.is_initialized and layer.keys.numel() for layer in cache.layers)
+
+
 def cached(handle: Any, cache: Any) -> dict[str, Any]:
     """The argument that gives a model a cache."""
     return {names.cache_name(type(handle.module).forward): cache}
@@ -100,4 +105,5 @@ class Twins:
 
 def close(got: Tensor, want: Tensor) -> None:
     """Equal to rounding."""
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    most = 1e-4 if want.dtype is torch.float32 else 5e-2
+    torch.testing.assert_close(got, want, rtol=most, atol=most)

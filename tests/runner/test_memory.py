@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 
+import segue
 from runner.rows import close
 from segue.errors import ReplayError, UsageError
 from segue.runner import GraphRunner, Input
@@ -148,3 +149,28 @@ def test_a_ladder_takes_the_pool_of_its_largest_bucket(device):
         return runner.capture(torch.randn(3, 4, device=device.torch_device)).cost.pool
 
     assert taken(512, 256, 128, 64) <= 1.2 * taken(512)
+
+
+def test_a_capture_ahead_of_traffic_takes_no_more_of_the_pool_than_a_calls_own(device, make):
+    @segue.break_point
+    def middle(x):
+        return x.clone()
+
+    def fn(x):
+        for _ in range(8):
+            y = torch.empty_like(x)
+            torch.add(x, 1.0, out=y)
+            x = middle(y.mul_(2.0)).add_(1.0)
+        return x
+
+    def pool_of(ahead):
+        runner = make(fn, {"x": Input(0, 0.0)}, [64])
+        x = torch.ones(60, 1024, device=device.torch_device)
+        if ahead:
+            runner.capture(x)
+        for _ in range(3):
+            out = runner(x)
+        assert torch.equal(out, runner.reference(x))
+        return runner.stats.pool_bytes
+
+    assert pool_of(ahead=True) <= pool_of(ahead=False)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from segue.bench import timing
-from segue.bench.models import FreshPrompt, sharing_copy
+from segue.bench.models import FreshPrompt
 from segue.bench.result import SAME, Row
 from segue.bench.ways import EAGER, RivalMissing, Segue
 from segue.devices import Device
@@ -21,9 +21,9 @@ from segue.devices import Device
 STATIC, GPUOPT = "static-cache", "gpuopt-runtime"
 DECODE_RIVALS = (STATIC, GPUOPT)
 PROMPT = 128  # tokens
-_NEW_TOKENS = 32
+NEW_TOKENS = 32
 
-# Greedy decoding of a prompt [B, n]: the seconds of one step, and the new tokens [B, 32].
+# Greedy decoding of a prompt [B, n]: the seconds of one step, and the new tokens.
 Generate = Callable[[Tensor], tuple[float, Tensor]]
 
 
@@ -47,34 +47,56 @@ class StepClock:
         return statistics.median(b - a for a, b in zip(self._seen[1:], self._seen[2:], strict=False))
 
 
-def by_generate(model: Any, **options: Any) -> Generate:
-    """``model.generate()``, with these options."""
+def by_generate(model: Any, new: int = NEW_TOKENS, **options: Any) -> Generate:
+    """``model.generate()`` of ``new`` tokens, with these options."""
 
     def generate(ids: Tensor) -> tuple[float, Tensor]:
         clock = StepClock()
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, streamer=clock,
-            max_new_tokens=_NEW_TOKENS, min_new_tokens=_NEW_TOKENS, **options,
+            max_new_tokens=new, min_new_tokens=new, **options,
         )  # fmt: skip
         return clock.step, out[:, ids.shape[1] :]
 
     return generate
 
 
-def decode_rival(name: str, model: Any, device: Device) -> Generate:
-    """The rival of that name, one of :data:`DECODE_RIVALS`, on a copy of ``model``.
+def decode_rival(name: str, model: Any, device: Device, new: int = NEW_TOKENS) -> Generate:
+    """The rival of that name, one of :data:`DECODE_RIVALS`, on ``model``, for ``new`` tokens.
 
     Raises:
         RivalMissing: it isn't installed, or can't run on this device.
     """
     if name == GPUOPT:
-        return _by_gpuopt(sharing_copy(model))
+        return _by_gpuopt(model, new)
     if not device.traits.timing:
         raise RivalMissing(f"not compiled on device {device.name}, where no time is meant")
-    return by_generate(sharing_copy(model), cache_implementation="static")
+    return by_generate(model, new, cache_implementation="static")
 
 
-def _by_gpuopt(model: Any) -> Generate:
+@contextmanager
+def compiled_calls_timed(model: Any) -> Iterator[list[float]]:
+    """The seconds of each compiled call that ``generate()`` makes within this block, from an idle device to an idle device."""
+    taken: list[float] = []
+
+    def timed(config: Any) -> Callable[..., Any]:
+        run = type(model).get_compiled_call(model, config)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            out: list[Any] = []
+            taken.append(timing.wall(lambda: out.append(run(*args, **kwargs))))
+            return out[0]
+
+        return call
+
+    model.get_compiled_call = timed
+    try:
+        yield taken
+    finally:
+        del model.get_compiled_call
+
+
+def _by_gpuopt(model: Any, new: int) -> Generate:
     try:
         package: Any = importlib.import_module("gpuopt")
     except ImportError as e:
@@ -82,10 +104,10 @@ def _by_gpuopt(model: Any) -> Generate:
     pool = package.CUDAGraphPool()
 
     def generate(ids: Tensor) -> tuple[float, Tensor]:
-        result = pool.generate_greedy(model, {"input_ids": ids}, _NEW_TOKENS, validate=False)
+        result = pool.generate_greedy(model, {"input_ids": ids}, new, validate=False)
         if result.fallback_reason is not None:
             raise RivalMissing(f"it fell back to eager: {result.fallback_reason}")
-        return result.decode_ms / 1e3 / (_NEW_TOKENS - 1), result.token_ids
+        return result.decode_ms / 1e3 / (new - 1), result.token_ids
 
     return generate
 

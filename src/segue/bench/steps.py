@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from segue.bench import timing
-from segue.bench.decode import DECODE_RIVALS, by_generate, decode_rival, reason
+from segue.bench.decode import (
+    DECODE_RIVALS,
+    NEW_TOKENS,
+    STATIC,
+    Generate,
+    by_generate,
+    compiled_calls_timed,
+    decode_rival,
+    reason,
+)
 from segue.bench.decoder import Shape
 from segue.bench.models import FreshPrompt, last_logits, sharing_copy
 from segue.bench.result import SAME, BenchResult, Row
@@ -25,6 +34,7 @@ from segue.integrations.transformers import accelerate, names
 
 PLACES = ((1, 128), (1, 2048), (1, 16384), (8, 128), (8, 2048), (8, 16384), (32, 128), (32, 2048))  # batch and context
 SMALL, SMALL_PLACES = Shape(2, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=48, vocabulary=61), ((1, 12), (3, 9))
+UNSTEADY = "the reference differs from itself"
 _GENERATIONS = 3
 _CALLS = 24  # of the model alone
 _FORCED = 200  # tokens
@@ -53,30 +63,47 @@ class Steps(BenchResult):
 
 
 class _Way:
-    """One way to decode. ``alone``: a model of which a single step can be asked; ``context``: what it runs in."""
+    """One way to decode by ``model``, which no other way has.
 
-    def __init__(self, name: str, generate: Any, alone: Any = None, handle: Any = None, breakable: bool = False) -> None:
-        self.name, self._generate, self.alone, self.handle, self._breakable = name, generate, alone, handle, breakable
+    ``rival``: the name of what makes the tokens, if that isn't ``model.generate()`` alone. ``seconds``: of its start-up.
+    """
+
+    def __init__(
+        self, name: str, model: Any, device: Device, handle: Any = None, breakable: bool = False, seconds: float = 0.0
+    ) -> None:
+        self.name, self.model, self.handle, self.seconds = name, model, handle, seconds
+        self.rival = name if name in DECODE_RIVALS else ""
+        self._device, self._breakable = device, breakable
+        self._generates = {new: self._by(new) for new in (NEW_TOKENS, _TEXT[1])}
+
+    def _by(self, new: int) -> Generate:
+        return decode_rival(self.rival, self.model, self._device, new) if self.rival else by_generate(self.model, new)
 
     def context(self) -> AbstractContextManager[Any]:
         """Within this block the model runs this way."""
         only: AbstractContextManager[Any] = self.handle.breakable_only() if self._breakable else nullcontext()
         return only
 
-    def generate(self, ids: Tensor) -> tuple[float, Tensor]:
-        """Seconds of a step, and the new tokens."""
+    def generate(self, ids: Tensor, new: int = NEW_TOKENS) -> tuple[float, Tensor]:
+        """Seconds of a step, and ``new`` tokens."""
         with self.context():
-            found: tuple[float, Tensor] = self._generate(ids)
-        return found
+            return self._generates[new](ids)
 
-    def call(self, ids: Tensor, times: int) -> float:
-        """Median seconds of the model's own call for one more token, from an idle device to an idle device."""
-        cache = names.new_cache(self.alone.config)
-        with torch.inference_mode(), self.context():
-            last_logits(self.alone, ids, cache)
-            step = ids[:, :1].clone()
-            taken = [timing.wall(lambda: last_logits(self.alone, step, cache)) for _ in range(times)]
-        return statistics.median(taken[times // 4 :])
+    def call(self, ids: Tensor, times: int) -> float | None:
+        """Median seconds of the model's own call for one more token, from an idle device to an idle device. None where no such
+        call can be had."""
+        if self.rival == STATIC:
+            with compiled_calls_timed(self.model) as taken:
+                self.generate(ids)
+        elif self.rival:
+            return None
+        else:
+            cache = names.new_cache(self.model.config)
+            with torch.inference_mode(), self.context():
+                last_logits(self.model, ids, cache)
+                step = ids[:, :1].clone()
+                taken = [timing.wall(lambda: last_logits(self.model, step, cache)) for _ in range(times)]
+        return statistics.median(taken[len(taken) // 4 :]) if taken else None
 
 
 def measure(
@@ -99,54 +126,52 @@ def measure(
         progress: gets a line for each step.
     """
     longest = max(min(n * b, 4096) for b, n in places)
-    ways, missing, seconds = _ways(model, device, longest, compile, rivals, progress)
+    ways, missing = _ways(model, device, longest, compile, rivals, progress)
     rows: list[Row] = []
     try:
         for batch, context in places:
             rows += _place(ways, batch, context, generations, missing, progress)
-        texts = [] if not device.traits.timing else _texts(model, ways, seconds, progress)
+        texts = [] if not device.traits.timing else _texts(model, ways, progress)
         errors = _errors(model, ways, forced)
     finally:
         for way in ways:
             if way.handle is not None:
                 way.handle.restore()
-    right = all(row.get("replay = reference") in (None, SAME) for row in rows)
+    right = all(row.get("replay = reference") in (None, SAME, UNSTEADY) for row in rows)
     notes = (
         f"Random weights, {str(model.dtype).removeprefix('torch.')}. Medians; all ways in turns at each place. *call*: the model "
         "alone, for one token more, from an idle device to an idle device. *breakable*: the same handle without full graphs. "
         "*full*: steps that full graphs made, of all. *replay = reference*: tokens of generate() against the same functions "
-        "without graphs.",
+        f"without graphs; {UNSTEADY!r} where those give other tokens from time to time.",
     )
     return Steps(rows=rows, texts=texts, errors=errors, missing=missing, right=right, notes=notes)
 
 
 def _ways(
     model: Any, device: Device, longest: int, compile: bool, rivals: Sequence[str], progress: Callable[[str], None]
-) -> tuple[list[_Way], list[Row], dict[str, float]]:
-    ways, missing, seconds = [_Way(EAGER, by_generate(model), model)], list[Row](), dict[str, float]()
+) -> tuple[list[_Way], list[Row]]:
+    ways, missing = [_Way(EAGER, model, device)], list[Row]()
     for fused in (False, True)[: 2 if compile else 1]:
         begin = time.perf_counter()
         handle: Any = accelerate(sharing_copy(model), max_tokens=longest, compile=fused, device=device)
         handle.capture()
         timing.synchronize()
-        name = "segue compiled" if fused else "segue"
-        seconds[name] = time.perf_counter() - begin
-        progress(f"{name}: captured in {seconds[name]:.1f} s")
-        generate = by_generate(handle.module)
-        ways.append(_Way(name, generate, handle.module, handle))
-        ways.append(_Way(f"{name}, breakable", generate, handle.module, handle, breakable=True))
+        name, seconds = "segue compiled" if fused else "segue", time.perf_counter() - begin
+        progress(f"{name}: captured in {seconds:.1f} s")
+        for way, breakable in ((name, False), (f"{name}, breakable", True)):
+            ways.append(_Way(way, handle.module, device, handle, breakable, seconds))
     for name in rivals:
         try:
-            ways.append(_Way(name, decode_rival(name, model, device)))
+            ways.append(_Way(name, sharing_copy(model), device))
         except RivalMissing as e:
             missing.append({"rival": name, "where": "everywhere", "reason": str(e)})
-    return ways, missing, seconds
+    return ways, missing
 
 
 def _place(
     ways: Sequence[_Way], batch: int, context: int, generations: int, missing: list[Row], progress: Callable[[str], None]
 ) -> list[Row]:
-    ids = FreshPrompt(ways[0].alone, context, calls=0, batch=batch).ids
+    ids = FreshPrompt(ways[0].model, context, calls=0, batch=batch).ids
     tokens: dict[str, Tensor] = {}
     started: dict[str, float] = {}
     for way in ways:
@@ -155,7 +180,7 @@ def _place(
             for _ in range(2):
                 tokens[way.name] = way.generate(ids)[1].clone()
         except Exception as e:
-            if way.handle is not None or way.alone is not None:
+            if not way.rival:
                 raise
             missing.append({"rival": way.name, "where": f"batch {batch}, context {context}", "reason": reason(e)})
             tokens.pop(way.name, None)
@@ -170,7 +195,7 @@ def _place(
             before = _full(way)
             taken[way.name].append(way.generate(ids)[0])
             full[way.name] += _full(way) - before
-    alone = {way.name: way.call(ids, _CALLS) for way in there if way.alone is not None}
+    alone = {way.name: way.call(ids, _CALLS) for way in there}
     progress(f"batch {batch}, context {context}")
     return [
         {
@@ -178,7 +203,7 @@ def _place(
             "context": context,
             "way": way.name,
             "step of generate() ms": statistics.median(taken[way.name]) * 1e3,
-            "call ms": alone[way.name] * 1e3 if way.name in alone else None,
+            "call ms": seconds * 1e3 if (seconds := alone[way.name]) is not None else None,
             "first two generations s": started[way.name],
             "full": full[way.name] if way.handle is not None else None,
             "replay = reference": _verdict(way, ids, tokens[way.name]),
@@ -197,36 +222,33 @@ def _verdict(way: _Way, ids: Tensor, replayed: Tensor) -> str | None:
         return None
     with way.handle.reference():
         expected = way.generate(ids)[1]
-    return SAME if torch.equal(replayed, expected) else "NO"
+        if torch.equal(replayed, expected):
+            return SAME
+        return "NO" if torch.equal(way.generate(ids)[1], expected) else UNSTEADY
 
 
 def _leading(tokens: Tensor, eager: Tensor) -> int:
     return int((tokens == eager).long().cumprod(dim=1).sum(dim=1).min())
 
 
-def _texts(model: Any, ways: Sequence[_Way], seconds: Mapping[str, float], progress: Callable[[str], None]) -> list[Row]:
+def _texts(model: Any, ways: Sequence[_Way], progress: Callable[[str], None]) -> list[Row]:
     prompt, new = _TEXT
     ids = FreshPrompt(model, prompt, calls=0, seed=1).ids
     rows: list[Row] = []
     for way in ways:
-        if way.alone is None:
-            continue
-        run = partial(_text, way.alone, ids, new)
         begin = time.perf_counter()
-        with way.context():
-            run()
-            timing.synchronize()
-            first = time.perf_counter() - begin
-            again = [timing.wall(run) for _ in range(2)]
-        warm = seconds.get(way.name.removesuffix(", breakable"), 0.0) + first
-        rows.append({"way": way.name, "seconds": min(again), "warm-up s": warm if way.handle is not None else first})
+        try:
+            way.generate(ids, new)
+        except Exception:
+            if not way.rival:
+                raise
+            continue  # the reason is among what was not measured
+        timing.synchronize()
+        warm = way.seconds + time.perf_counter() - begin
+        seconds = min(timing.wall(partial(way.generate, ids, new)) for _ in range(2))
+        rows.append({"way": way.name, "seconds": seconds, "warm-up s": warm})
         progress(f"a text by {way.name}")
     return rows
-
-
-def _text(model: Any, ids: Tensor, new: int) -> None:
-    mask = torch.ones_like(ids)
-    model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, max_new_tokens=new, min_new_tokens=new)
 
 
 def _errors(model: Any, ways: Sequence[_Way], forced: int) -> list[Row]:
@@ -237,10 +259,10 @@ def _errors(model: Any, ways: Sequence[_Way], forced: int) -> list[Row]:
     del exact
     rows: list[Row] = []
     for way in ways:
-        if way.alone is None:
+        if way.rival:
             continue
         with way.context():
-            off = (_forced(way.alone, tokens) - want).abs().amax(-1)
+            off = (_forced(way.model, tokens) - want).abs().amax(-1)
         rows.append({"way": way.name, "at most": off.max().item(), "mean of the steps": off.mean().item()})
     return rows
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from segue import _torch
 from segue.bench import decode, timing
 from segue.bench.decoder import Shape
-from segue.bench.models import FreshPrompt, last_logits, load
+from segue.bench.models import FreshPrompt, last_logits, load, sharing_copy
 from segue.bench.result import SAME, BenchResult, Row
 from segue.bench.ways import (
     CALLS_TO_START,
@@ -206,7 +206,7 @@ class _Bench:
         for name in rivals if batches else ():
             if name in decode.DECODE_RIVALS:
                 try:
-                    generates[name] = decode.decode_rival(name, self.model, self.device)
+                    generates[name] = decode.decode_rival(name, sharing_copy(self.model), self.device)
                 except Exception as e:
                     self.missing.append({"rival": name, "where": "decode", "reason": decode.reason(e)})
         autos = [segue for segue in self._segues if segue.prime]

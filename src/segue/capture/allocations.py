@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from segue import _source_lines, _torch
+from segue import _source_lines, _torch, _torch_ops
 from segue.capture.context_paths import DeepContext
 from segue.capture.copied_memory import CopiedMemory
 from segue.devices import generators
@@ -33,11 +33,41 @@ def _line(storages: Storages, address: int) -> str | None:
     return line if storage is not None and storage() is not None else None
 
 
-class Allocations(_torch.WatchingMode):
-    """Collects the memory that the ops of a forward make. Memory that the forward was given doesn't count, even if it writes
-    there.
+class MadeMemory(_torch.WatchingMode):
+    """Knows the memory that ops make while it watches. What they were given doesn't count, even if they write there.
 
-    Memory counts as made for as long as it lives. Afterwards a break may allocate something else at its address.
+    Memory counts as made for as long as it lives. Afterwards something else may be allocated at its address.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, weakref.ref[Any]] = {}  # by address
+
+    def has(self, t: Tensor) -> bool:
+        """Whether ``t`` lies in memory that an op made while this watched."""
+        return self._lives(_torch.address(t))
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, set[int], list[Tensor]]:
+        """Run an op. Returns its result, the addresses of its operands, and what of the result lies in memory that it made."""
+        if kwargs:
+            generators.note(kwargs)
+        result = func(*args, **kwargs)
+        given = {_torch.address(t) for t in _torch_ops.tensors(args, kwargs)}
+        made = []
+        for t in (result,) if isinstance(result, Tensor) else _torch_ops.tensors((result,), {}):
+            address = _torch.address(t)
+            if address and address not in given and not self._lives(address):
+                self._storages[address] = weakref.ref(t.untyped_storage())
+                made.append(t)
+        return result, given, made
+
+    def _lives(self, address: int) -> bool:
+        storage = self._storages.get(address)
+        return storage is not None and storage() is not None
+
+
+class Allocations(MadeMemory):
+    """Collects the memory that the ops of a forward make, and what of it depends on the forward's inputs. Breaks don't count.
 
     Args:
         inputs: of the forward. What is computed from their values, or from a break's results, is known as such. Shapes and dtypes
@@ -46,7 +76,6 @@ class Allocations(_torch.WatchingMode):
 
     def __init__(self, inputs: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self._storages: dict[int, weakref.ref[Any]] = {}  # by address
         self._written: set[int] = set()  # addresses
         self.used: set[int] = set()  # addresses of what ops used and this forward didn't make
         self.outside: list[Tensor] = []  # what of that they wrote
@@ -85,10 +114,6 @@ class Allocations(_torch.WatchingMode):
             if on_top:
                 self.__enter__()  # type: ignore[no-untyped-call]
 
-    def has(self, t: Tensor) -> bool:
-        """Whether ``t`` lies in memory that an op made while this watched, so not in a break."""
-        return self._lives(_torch.address(t))
-
     def wrote(self, t: Tensor) -> bool:
         """Whether an op wrote ``t``'s memory while this watched. Version counters don't tell, as fused ops under a mode raise
         none.
@@ -99,31 +124,26 @@ class Allocations(_torch.WatchingMode):
         kwargs = kwargs or {}
         if not self._on:
             return func(*args, **kwargs)
-        if kwargs:
-            generators.note(kwargs)
-        writes = _torch.written_arguments(func)
-        written = _torch.tensors(_torch.written(writes, args, kwargs), {}) if writes[0] else []
-        self.copies.check_write(func, written)
-        result = func(*args, **kwargs)
-        given = {_torch.address(t) for t in _torch.tensors(args, kwargs)}
+        writes = _torch_ops.written_arguments(func)
+        written = _torch_ops.tensors(_torch_ops.written(writes, args, kwargs), {}) if writes[0] else []
+        if written:
+            self.copies.check_write(func, written)
+        result, given, made = self.run(func, args, kwargs)
         self.used.update(a for a in given if not self._lives(a))
-        self._written.update(map(_torch.address, written))
-        self.outside += [t.detach() for t in written if not self.has(t)]
-        made = [(a, t) for t in _torch.tensors((result,), {}) if (a := _torch.address(t)) and not self._lives(a)]
-        made = [(a, t) for a, t in made if a not in given]
-        self._storages.update((a, weakref.ref(t.untyped_storage())) for a, t in made)
-        if any(self._depends(a) for a in given) and not _reads_no_values(func):
+        if written:
+            self._written.update(map(_torch.address, written))
+            if not _source_lines.in_compiled_code():  # which writes into memory that it has allocated unseen
+                self.outside += [t.detach() for t in written if not self.has(t)]
+        if any(map(self._depends, given)) and not _reads_no_values(func):
             line = _source_lines.caller()
-            for t in [*(t for _, t in made), *(t for t in written if self.has(t))]:
+            for t in [*made, *(t for t in written if self.has(t))]:
                 self.comes_from_input(t, line)
         return result
 
     def _depends(self, address: int) -> bool:
-        return _line(self._from_inputs, address) is not None or _line(_kept, address) is not None
-
-    def _lives(self, address: int) -> bool:
-        storage = self._storages.get(address)
-        return storage is not None and storage() is not None
+        if address in self._from_inputs and _line(self._from_inputs, address) is not None:
+            return True
+        return address in _kept and _line(_kept, address) is not None
 
 
 @functools.cache

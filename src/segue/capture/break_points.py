@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar, overload
@@ -15,22 +14,17 @@ from torch import Tensor
 
 from segue import _source_lines, _torch
 from segue.capture.arguments import BoundArguments, of_context
+from segue.capture.break_results import BreakResult, fill, strided_tensors
 from segue.capture.code_names import mark_break
-from segue.capture.context_paths import ContextMap, getter, is_plain, show
 from segue.capture.externals import Baked
-from segue.capture.handoff import Allocate, Handoff, first_result, token_dimension, zeros_on
+from segue.capture.handoff import Handoff
 from segue.capture.modes import Enter, SetVariables, under
-from segue.capture.nested import Branch, StructureChanged, Take, leaves, parts_of, take_apart
+from segue.capture.nested import Take, parts_of
 from segue.capture.object_graph import Place
 from segue.capture.op_watch import OpWatch
 from segue.capture.thread_state import state
 from segue.capture.views import cut_rows
-from segue.capture.wrappers import refuse_wrapper
-from segue.errors import CaptureError, ReplayError, UsageError
-
-# From a leaf's value, path and token dimension: what takes it at a replay, and what the forward goes on with now.
-OnLeaf = Callable[[Any, str, int | None], tuple[Take, Any]]
-Opaque = Callable[[Any], bool] | None
+from segue.errors import CaptureError, UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -141,7 +135,7 @@ class BreakSpec:
         result = self.fn(*args, **kwargs)
         destination = self.destination(args, kwargs, into)
         if into is not None and result is not None and result is not into:
-            _fill(into, result, self.label)
+            fill(into, result, self.label)
         return result if destination is None else destination
 
     def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any], into: Any, name: str) -> Any:
@@ -252,13 +246,9 @@ class Break:
                 user=f"break {spec.label}", line=self.called_at, into=into, where=where,
             )  # fmt: skip
             if baked.bare:
-                outside = [a for a in _tensors([*args, *kwargs.values()]) if not watch.pool.owns(a)]
-                spec.note_names(args, outside, baked, self.called_at)
-        self._take: Take = _ignore
-        self._single: Handoff | None = None  # the whole result is one tensor
-        self._nothing = False  # the whole result is None
-        self._settled: list[Handoff] = []  # of what the function returned
-        self._clears: list[Handoff] = []  # of memory that the caller gave, which the function may fill itself
+                tensors = strided_tensors([*args, *kwargs.values()])
+                spec.note_names(args, [t for t in tensors if not watch.pool.owns(t)], baked, self.called_at)
+        self._result = BreakResult(spec.token_dim, spec.out, watch=watch, where=where)
 
     @property
     def bound(self) -> BoundArguments:
@@ -269,14 +259,7 @@ class Break:
     def runs(self) -> tuple[Callable[[], Any], Take | None, Take]:
         """What a replay calls: the function on the live values; what takes its result, or None where the result was None at
         capture; and what refuses any other result there. ``state`` says which rows are valid."""
-        call = self.bound.caller(under(self._enters, self._fn))
-        if self._clears or isinstance(self._take, Branch):
-            return call, self._accept, self._accept
-        if self._single is not None:
-            assert self._op_watch is not None
-            zeros = zeros_on(self._op_watch.pool.device, self._single.buffer.dtype)
-            return call, self._single.taker(zeros), self._accept
-        return call, None if self._nothing else self._take, self._take
+        return (self.bound.caller(under(self._enters, self._fn)), *self._result.takers())
 
     def first_run(self) -> Any:
         """Run the function or its stub at capture, or in the reference, and return what the forward goes on with.
@@ -305,141 +288,25 @@ class Break:
                 if self._op_watch is not None and (elsewhere or stub):  # a stub doesn't show which streams the function uses
                     self._fn = _in_order(self._op_watch.pool.device.ordered, self._fn)
                 destination = self.spec.destination(args, kwargs, into)
-                if destination is None:
-                    return self._settle(result, args, kwargs)
-                if self.spec.out is not None and isinstance(result, Tensor) and not _lies_in(result, _memory([destination])):
-                    raise CaptureError(
-                        f"{self.where}: it declares out={self.spec.out!r} and returned another tensor, which nothing would read. "
-                        f"Fill {self.spec.out!r}, or leave out= away."
-                    )
-                self._settle_into(destination, result)
-                return destination
+                if destination is not None:
+                    return self._result.settle_into(destination, result)
+                trimmed = self.spec.named(self.spec.trim, args, kwargs) if self.spec.trim else None
+                return self._result.settle(result, [*args, *kwargs.values()], trimmed)
         finally:
             state.inside_break = False
 
     def _ordered(self, fn: Callable[[], Any]) -> tuple[Any, bool]:
         return (fn(), False) if self._op_watch is None else self._op_watch.pool.device.ordered(fn)
 
-    def _accept(self, result: Any) -> None:
-        if self._clears and (result is None or self.spec.out is not None):
-            for handoff in self._clears:
-                handoff.clear(state.valid)
-            return
-        try:
-            self._take(result)
-        except StructureChanged as e:
-            raise ReplayError(
-                f"{self.where}: {e.path} is {e.found}, but at capture it was {e.expected}. A break must return the same "
-                "structure at every replay."
-            ) from None
-
-    def _settle(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        arguments, cuts_rows = [*args, *kwargs.values()], bool(self.spec.trim) or state.asked_rows
-        memory = _memory(arguments)
-        cut = memory if state.asked_rows else _memory(self.spec.named(self.spec.trim, args, kwargs))
-        ours = _made_by_forward if self._op_watch is None else self._op_watch.pool.owns
-        allocate: Allocate = _allocate_outside_pool(arguments, result) if self._op_watch is None else self._op_watch.allocate
-        notes = self._op_watch or state.made
-        copies = None if notes is None else notes.copies
-        contexts = ContextMap(state.ctx, None if notes is None else notes.deep)
-        seen: dict[int, tuple[Tensor, list[Any]]] = {}
-        handoffs = self._settled
-        times = Counter(id(v) for v in leaves(result))
-
-        def on_leaf(value: Any, path: str, token_dim: int | None) -> tuple[Take, Any]:
-            if not isinstance(value, Tensor):
-                return self._check_unchanged(path, value, contexts), value
-            refuse_wrapper(value, f"{self.where}: {path}")
-            if self._op_watch is not None and value.device != self._op_watch.pool.device.torch_device:
-                raise CaptureError(
-                    f"{self.where}: {path} is on {value.device}, and segments run on {self._op_watch.pool.device.name}. Move it "
-                    "there inside the break, or keep it on the live context if only breaks use it."
-                )
-            if id(value) in seen:
-                return _check_same_tensor(seen[id(value)][1], path, self.where), seen[id(value)][0]
-            owned = value.layout is torch.strided and ours(value)
-            kept, handoff = first_result(
-                value, token_dim, rows=state.rows, valid=state.valid, cuts_rows=cuts_rows,
-                argument_memory=(owned or _lies_in(value, memory)) and not contexts.find_memory(value), own_memory=owned,
-                cut_memory=(owned and state.asked_rows) or _lies_in(value, cut), allocate=allocate, path=path, where=self.where,
-            )  # fmt: skip
-            self._weaken(handoff)
-            if copies is not None and kept is not value:
-                copies.note(kept, value, f"{self.where}: {path}", owned)
-            handoffs.append(handoff)
-            last: list[Any] = []
-            seen[id(value)] = kept, last
-            return handoff.accept if times[id(value)] == 1 else _take_and_note(handoff.accept, last), kept
-
-        self._take, settled = self._walk(result, on_leaf, lambda v: contexts.find(v) is not None)
-        if isinstance(result, Tensor):
-            self._single = handoffs[0]
-        self._nothing = result is None
-        return settled
-
-    def _settle_into(self, destination: Any, result: Any) -> None:
-        def on_leaf(t: Any, path: str, token_dim: int | None) -> tuple[Take, Any]:
-            if not isinstance(t, Tensor):
-                raise UsageError(f"{self.where}: the destination has a {type(t).__qualname__} at {path}, not a tensor")
-            dim = token_dimension(t, token_dim)
-            if dim is not None and state.rows is not None and t.shape[dim] != state.rows:
-                dim = None
-            self._clears.append(Handoff(t, dim, path, self.where))
-            return self._clears[-1].accept, t
-
-        self._take, _ = self._walk(destination, on_leaf, None)
-        self._accept(result)
-        for handoff in self._clears:
-            self._weaken(handoff)
-
-    def _weaken(self, handoff: Handoff) -> None:
-        if self._op_watch is not None and self._op_watch.pool.owns(handoff.buffer):
-            handoff.weaken()
-
-    def _walk(self, value: Any, on_leaf: OnLeaf, opaque: Opaque) -> tuple[Take, Any]:
-        try:
-            return _settled(value, self.spec.token_dim, on_leaf, opaque)
-        except ValueError as e:
-            raise UsageError(f"{self.where}: {e}") from None
-
-    def _check_unchanged(self, place: str, value: Any, contexts: ContextMap) -> Take:
-        """A check, for every replay, that a value which isn't a tensor is what it was at capture."""
-        path = contexts.find(value)
-        if path is None and not is_plain(value):
-            raise CaptureError(
-                f"{self.where}: {place} is a {type(value).__qualname__}, which the forward would go on using as it was at "
-                "capture. Return tensors, plain values, or objects that the live context holds."
-            )
-        get = getter(path) if path is not None else None
-        what, where = repr(value) if path is None else show(path), self.where
-        kept = value if get is None else None  # this check must not keep the capture's context alive, nor the break
-
-        def check(now: Any) -> None:
-            then = kept if get is None else get(state.ctx)
-            if not (now is then or (is_plain(now) and type(now) is type(then) and _equal(now, then))):
-                raise ReplayError(
-                    f"{where}: {place} is {now!r} and was {what} at capture. The segments after it were recorded for "
-                    "that value; return it as a tensor, or make the break cover what depends on it."
-                )
-
-        return check
-
     @property
     def handoffs(self) -> Sequence[Handoff]:
         """The tensors of the break's result that later segments read, each once, in the order of the result."""
-        return tuple(self._clears or self._settled)
+        return self._result.handoffs
 
     @property
     def called_at(self) -> str:
         """The line of the forward that called the break: ``file.py:12 in forward``."""
         return self.where.rpartition(" called at ")[2]
-
-
-def _settled(value: Any, token_dims: Any, on_leaf: OnLeaf, opaque: Opaque) -> tuple[Take, Any]:
-    """What takes a structure at a replay, and what the forward goes on with now, from the same two of each leaf."""
-    tree = take_apart(value, token_dims, "result", opaque)
-    done = [on_leaf(leaf, path, dim) for path, leaf, dim in tree.leaves]
-    return tree.takes(take for take, _ in done), tree.build(new for _, new in done)
 
 
 def _in_order(ordered: Callable[[Callable[[], Any]], tuple[Any, bool]], fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -451,101 +318,13 @@ def _in_order(ordered: Callable[[Callable[[], Any]], tuple[Any, bool]], fn: Call
     return run
 
 
-def _take_and_note(take: Take, last: list[Any]) -> Take:
-    """``take``, for a tensor that is at several places of the result. It leaves the tensor in ``last``."""
-
-    def noted(t: Any) -> None:
-        last[:] = [t]
-        take(t)
-
-    return noted
-
-
-def _check_same_tensor(last: list[Any], path: str, where: str) -> Take:
-    """What takes such a tensor at a later place: it checks that the tensor of the first place is there again."""
-
-    def same(t: Any) -> None:
-        first = last.pop() if last else t
-        if t is not first and not _reads_same(t, first):
-            raise ReplayError(
-                f"{where}: {path} and an earlier place of the result were one tensor at capture, and are two now. The segments "
-                "after it read one memory for both. Return two tensors at capture too (clone())."
-            )
-        last.append(first)
-
-    return same
-
-
-def _reads_same(a: Any, b: Any) -> bool:
-    """Whether two tensors read the same elements of the same memory. A tensor passed twice is cut to its valid rows twice, which
-    makes two objects of it."""
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and _elements_read(a) == _elements_read(b)
-
-
-def _elements_read(t: Tensor) -> Any:
-    if t.layout is not torch.strided:
-        return id(t)
-    kind = t.dtype, t.device, t.shape
-    return (*kind, t.data_ptr(), t.stride(), t.is_conj(), t.is_neg()) if t.numel() else kind
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return bool(a == b or (a != a and b != b))  # NaN counts as equal to NaN
-
-
 def _ignore_nothing() -> None:
     return None
-
-
-def _made_by_forward(t: Tensor) -> bool:
-    return state.made is not None and state.made.has(t)
-
-
-def _ignore(_: Any) -> None:
-    return None
-
-
-def _fill(into: Any, result: Any, label: str) -> None:
-    def on_leaf(t: Any, path: str, _: int | None) -> tuple[Take, Any]:
-        if not isinstance(t, Tensor):
-            raise UsageError(f"break {label}: the destination has a {type(t).__qualname__} at {path}, not a tensor")
-        return Handoff(t, token_dimension(t, 0), path, f"break {label}").accept, t
-
-    with torch.no_grad():
-        try:
-            _settled(into, None, on_leaf, None)[0](result)
-        except StructureChanged as e:
-            raise UsageError(f"break {label}: {e.path} is {e.found}; its destination is {e.expected}") from None
-
-
-def _allocate_outside_pool(arguments: list[Any], result: Any) -> Allocate:
-    device = next((t.device for t in _tensors([result, *arguments])), torch.device("cpu"))
-
-    def allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-        with torch.inference_mode(False):  # as in a capture: code compiled for inference tensors would compile anew for others
-            t = torch.empty_strided(size, stride, dtype=dtype, device=device)
-        if state.made is not None:
-            state.made.comes_from_input(t, "a break's result")
-        return t
-
-    return allocate
-
-
-def _memory(values: list[Any]) -> set[int]:
-    return {_torch.storage_key(t) for t in _tensors(values)}
-
-
-def _lies_in(t: Tensor, memory: set[int]) -> bool:
-    return t.layout is torch.strided and _torch.storage_key(t) in memory
 
 
 def _containers(arguments: list[Any]) -> list[list[tuple[Any, int]]]:
     """What each argument that is a container holds, by identity."""
     return [[(key, id(child)) for key, child in parts_of(a) or ()] for a in arguments]
-
-
-def _tensors(values: list[Any]) -> list[Tensor]:
-    return [v for v in leaves(values) if isinstance(v, Tensor) and v.layout is torch.strided]
 
 
 def _parameter_names(fn: Callable[..., Any]) -> list[str]:

@@ -17,16 +17,17 @@ from segue.capture.break_memory import BreakMemory
 from segue.capture.break_points import Break, BreakSpec
 from segue.capture.context_variables import LiveVariables
 from segue.capture.externals import Baked, External, Externals
-from segue.capture.isolation import forget_casts, no_garbage_collection, one_capture, tuned_kernel, uninterrupted
+from segue.capture.isolation import no_garbage_collection, one_capture, uninterrupted
 from segue.capture.leftovers import Leftovers
 from segue.capture.modes import CallerModes, Modes, entered_by_forward, modes_now
 from segue.capture.op_watch import OpWatch
 from segue.capture.places import Places, tensors_held
 from segue.capture.program import Program, Step, row_count
-from segue.capture.thread_state import state
+from segue.capture.segment_recorder import SegmentRecorder
+from segue.capture.thread_state import capture_frame, state
 from segue.capture.wrappers import with_collectives_done
-from segue.devices import Device, Pool, Recording, Segment
-from segue.errors import CaptureError, GraphMemoryError, ReplayError, SegueError, UsageError, no_copy, traced
+from segue.devices import Device, Pool
+from segue.errors import CaptureError, ReplayError, SegueError, UsageError, no_copy, traced
 
 log = logging.getLogger("segue")
 
@@ -94,19 +95,16 @@ class BreakableCapture:
         self._began: Modes  # the caller's, when the capture began
         self._status = "new"
         self._steps: list[Step] = []
-        self._graphs: list[Segment] = []
-        self.acted = False  # something has run that others can see, whatever was launched
-        self._unlaunched: list[Segment] = []  # committed, and waiting for a launch
         self._root, self._defer_checks, self._remedy = root, defer_checks, remedy
-        self._stubs, self._after_segment = stubs, after_segment
+        self._stubs = stubs
         self._own = {} if own is None else tensors_held(own, "inputs" if isinstance(own, Mapping) else type(own).__qualname__)
         self._places: Places | None = None  # made when the capture begins, as the forward may change what it decides by
         self._op_watch = OpWatch(self.pool, self.name, self._own)
+        self._recorder = SegmentRecorder(self.device, self.pool, self._op_watch, self._steps, self.name, after_segment)
         self._leftovers: Leftovers | None = None
         self._entered: CodeType | None = None  # whose `with` this is
         self._break_memory, self._baked = BreakMemory(), Baked(root is None)
         self._at_end: list[Callable[[], object]] = []
-        self._recording: Recording | None = None
         self._program: Program | None = None
         self._counts: tuple[int, int] | None = None  # graphs and breaks, once the capture has ended
         self._error: BaseException | None = None  # the first one of this capture, while it lasts
@@ -134,12 +132,17 @@ class BreakableCapture:
     @property
     def graphs(self) -> int:
         """Segments: one more than there are breaks and cuts."""
-        return self._counts[0] if self._counts else len(self._graphs)
+        return self._counts[0] if self._counts else len(self._recorder.segments)
 
     @property
     def breaks(self) -> int:
         """Break points met during the capture."""
-        return self._counts[1] if self._counts else len(self._steps) - len(self._graphs)
+        return self._counts[1] if self._counts else len(self._steps) - len(self._recorder.segments)
+
+    @property
+    def acted(self) -> bool:
+        """Whether something has run that others can see, whatever was launched."""
+        return self._recorder.acted
 
     @property
     def steps(self) -> Sequence[Step]:
@@ -198,23 +201,20 @@ class BreakableCapture:
             scope.enter_context(no_garbage_collection())
             scope.enter_context(self.pool.turn())
             scope.enter_context(self.device.on_capture_stream(self.pool, self.stream))
-            before = state.capture, state.phase, state.rows, state.valid, state.pools, state.reference, state.grad, state.stubs
-            scope.callback(_restore_state, before)
-            state.capture, state.rows, state.valid, state.pools = self, self.rows, self.valid_rows, (self.pool,)
-            state.reference, state.grad, state.stubs = False, torch.is_grad_enabled(), self._stubs
+            scope.enter_context(capture_frame(self, self.rows, self.valid_rows, self.pool, self._stubs))
             self._began = modes_now(self._kind)
             self._baked.variables = LiveVariables(self._began.variables)
             token = object()
             self.pool.attach(token)
-            self._retire = weakref.finalize(self, self.pool.retire, token, self._graphs)
+            self._retire = weakref.finalize(self, self.pool.retire, token, self._recorder.segments)
             self._status = "recording"
             try:
                 self._op_watch.begin()
                 if self._root is not None and not self._places.leaves_nothing:
                     self._leftovers = Leftovers(self._places.root, state.ctx, self._places.name)
-                self._begin_segment()
+                self._recorder.begin()
             except BaseException as e:
-                self._abandon()
+                self._recorder.abandon()
                 self._fail(e)
                 raise
             self._scope = scope.pop_all()
@@ -224,11 +224,12 @@ class BreakableCapture:
         first = self._error or self._op_watch.error or error
         try:
             if first is None:
-                self._end_segment(launch=False)
+                self._recorder.end(launch=False)
                 first = self._op_watch.error
             if first is None:
                 externals = self._prove()
-                self._launch()  # a segment's first launch decides how it is launched from then on, so before the program is made
+                # A segment's first launch decides how it is launched from then on, so it comes before the program is made.
+                self._recorder.launch()
                 if self._leftovers is not None:
                     self._leftovers.check(self.name)
                     assert self._places is not None
@@ -244,7 +245,7 @@ class BreakableCapture:
             with uninterrupted():
                 if first is not None and left is not None:
                     left.let_go(self.pool.owns)
-                self._abandon()
+                self._recorder.abandon()
                 if self._unwinding is not None:
                     self._unwinding.__exit__(None, None, None)  # type: ignore[no-untyped-call]
                     self._unwinding = None
@@ -252,7 +253,7 @@ class BreakableCapture:
                 self._scope.close()
         except BaseException as e:
             first = first or e
-        named = None if first is None else self._clearer_error(first)
+        named = None if first is None else self._recorder.clearer_error(first)
         if named is not None:
             named.__cause__, first = first, named
         if first is None:
@@ -300,8 +301,8 @@ class BreakableCapture:
         if state.capture is not self or state.phase != "segment":
             raise UsageError(f"{self.name}: cut() belongs inside its `with`, outside breaks")
         try:
-            self._end_segment(launch=False)
-            self._begin_segment()
+            self._recorder.end(launch=False)
+            self._recorder.begin()
         except BaseException as e:
             self._leave_forward(e)
             raise
@@ -318,7 +319,7 @@ class BreakableCapture:
             self._op_watch.refuse_mode_above(where)
             # A collective that the segment began must end in it, and one from outside can't be waited for in a graph.
             args, kwargs = _waited(args, kwargs, self.pool.owns)
-            self._end_segment()
+            self._recorder.end()
             args, kwargs = _waited(args, kwargs, lambda t: True)
             state.phase = "break"
             asks_grad = torch.is_grad_enabled() and not state.grad
@@ -333,7 +334,7 @@ class BreakableCapture:
             if self._leftovers is not None:
                 self._leftovers.after_break(code, self._entered, where)
             self._steps.append(step)
-            self._begin_segment()
+            self._recorder.begin()
         except BaseException as e:
             if not isinstance(e, SegueError):
                 e.add_note(where)
@@ -402,8 +403,7 @@ class BreakableCapture:
         self._forget()
         self._counts = self.graphs, self.breaks
         self._steps.clear()
-        while self._unlaunched:
-            self._unlaunched.pop().discard()
+        self._recorder.discard()
 
     def _refusal(self) -> ReplayError:
         why = {
@@ -437,46 +437,6 @@ class BreakableCapture:
         self._break_memory, self._baked = BreakMemory(), Baked()
         self._op_watch.forget()
 
-    def _begin_segment(self) -> None:
-        forget_casts()
-        with uninterrupted():
-            recording = self._recording = self.device.begin(self.pool)
-            self._op_watch.begin_segment(recording, len(self._graphs))
-            self._op_watch.__enter__()  # type: ignore[no-untyped-call]
-            state.phase = "segment"
-
-    def _end_segment(self, launch: bool = True) -> None:
-        """Commit the segment, and launch it with those before it, because a break must see what they compute."""
-        recording = self._recording
-        if recording is None:
-            return
-        with uninterrupted():
-            self._leave_watch()
-            segment = recording.commit()
-            self._recording, self.acted = None, self.acted or recording.acted
-            self._steps.append(segment)
-            self._graphs.append(segment)
-            self._unlaunched.append(segment)
-            self._op_watch.settle()
-        if self._after_segment is not None:
-            self._after_segment()
-        if launch:
-            with uninterrupted():
-                self._launch()
-
-    def _launch(self) -> None:
-        for segment in self._unlaunched:
-            segment.launch()
-        self._unlaunched.clear()
-
-    def _abandon(self) -> None:
-        recording = self._recording
-        if recording is not None:
-            with uninterrupted():
-                self._leave_watch()
-                recording.abort()
-                self._recording, self.acted = None, self.acted or recording.acted
-
     def _leave_forward(self, error: BaseException) -> None:
         """Abandon the capture while the forward is still running, on its way out by ``error``.
 
@@ -485,37 +445,11 @@ class BreakableCapture:
         until the end.
         """
         self._error = self._error or error
-        self._abandon()
+        self._recorder.abandon()
         state.phase = None
         if self._unwinding is None and _torch.current_mode() is self._mode_before:
             self._unwinding = _torch.PassingMode()
             self._unwinding.__enter__()  # type: ignore[no-untyped-call]
-
-    def _leave_watch(self) -> None:
-        if self._op_watch.recording is not None:
-            self._op_watch.leave()
-            state.phase = None
-            self._op_watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            forget_casts()
-
-    def _clearer_error(self, error: BaseException) -> CaptureError | None:
-        """A clearer error in the place of one whose text doesn't say what the capture has to do with it; None if it is clear."""
-        if isinstance(error, SegueError):
-            return None
-        if isinstance(error, torch.OutOfMemoryError):
-            usage = self.pool.usage()
-            return GraphMemoryError(
-                f"{self.name}: out of memory while recording segment {self.graphs}, on {self.device.name}: "
-                f"{str(error).rstrip('.')}. The graph pool holds {usage.reserved / 2**20:.0f} MiB. Earlier captures keep "
-                "working; use fewer or smaller buckets, or a memory budget."
-            )
-        kernel = tuned_kernel(error)
-        if kernel is not None:
-            return CaptureError(
-                f"{self.name}: the triton kernel {kernel} had to be tuned while segment {self.graphs} was recorded, and tuning "
-                "runs and times it. Run the forward once at this shape before the capture; a runner's warm-up does."
-            )
-        return self.device.clearer_error(error)
 
 
 _torch.dynamo_boundary(BreakableCapture.replay, "a segue capture replays graphs of its own")
@@ -523,7 +457,3 @@ _torch.dynamo_boundary(BreakableCapture.replay, "a segue capture replays graphs 
 
 def _waited(args: tuple[Any, ...], kwargs: dict[str, Any], which: Callable[[Tensor], bool]) -> tuple[Any, dict[str, Any]]:
     return tuple(with_collectives_done(a, which) for a in args), {k: with_collectives_done(v, which) for k, v in kwargs.items()}
-
-
-def _restore_state(before: tuple[Any, ...]) -> None:
-    state.capture, state.phase, state.rows, state.valid, state.pools, state.reference, state.grad, state.stubs = before

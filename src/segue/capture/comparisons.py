@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from segue import _source_lines
-from segue.capture.context_paths import is_plain
+from segue.capture.context_paths import equal, is_plain
 from segue.capture.object_graph import OF_EVERY_MODULE
 
 Kind = Literal["module", "forward", "hook", "global hook", "value", "memory"]
@@ -405,7 +405,7 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, tuple | list | deque):
         return len(a) == len(b) and all(map(_equal, a, b))
     if is_plain(a) or isinstance(a, set | frozenset):
-        return bool(a == b or (a != a and b != b))
+        return equal(a, b)
     own, other = getattr(a, "__dict__", None), getattr(b, "__dict__", None)
     if not isinstance(own, dict) or not own or callable(a) or isinstance(a, Tensor):
         return False

@@ -97,14 +97,24 @@ def compile_dynamic(fn: Callable[..., Any], *, on_failure: Literal["raise", "eag
 def as_input(t: Tensor) -> Tensor:
     """``t`` as compiled code should get it that goes on after eager code: a plain tensor.
 
-    Compiled code guards on whether a tensor is an inference tensor. What a forward makes is one, what it is given is not, and
-    what a break hands on is one at times: as plain aliases all are alike, and nothing is compiled twice for it. Without dynamo in
-    the process, and where compiled code runs as its Python, it is ``t`` itself.
+    Compiled code guards on whether a tensor is an inference tensor, and on all strides. What a forward makes is one, what it is
+    given is not, and what a break hands on is one at times; a dimension of size 1 has any stride. As plain aliases, whose strides
+    of such dimensions follow from the others, all are alike, and nothing is compiled twice for it. Without dynamo in the
+    process, and where compiled code runs as its Python, it is ``t`` itself.
     """
     if "torch._dynamo" not in sys.modules or t.layout is not torch.strided or not devices.runs_compiled(t.device):
         return t
     with _torch.dispatch_modes_off():
-        return _torch.alias(t)
+        return _torch.alias(t, strides=_settled_strides(t))
+
+
+def _settled_strides(t: Tensor) -> list[int]:
+    strides, behind = list(t.stride()), 1
+    for dim in reversed(range(t.dim())):
+        if t.shape[dim] == 1:
+            strides[dim] = behind
+        behind = strides[dim] * t.shape[dim]
+    return strides
 
 
 def _plain(value: Any) -> Any:

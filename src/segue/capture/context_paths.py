@@ -31,6 +31,11 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, _FROZEN)
 
 
+def equal(a: Any, b: Any) -> bool:
+    """Whether two plain values are equal. NaN counts as equal to NaN."""
+    return bool(a == b or (a != a and b != b))
+
+
 def show(path: Path) -> str:
     """``path`` as an expression, as in ``ctx.meta['slots']``."""
     return "ctx" + "".join(f".{key}" if kind == "attr" else f"[{key!r}]" for kind, key in path)

@@ -64,7 +64,7 @@ def held_by(obj: Any) -> Iterator[Held]:
     if isinstance(obj, torch.nn.Module):
         for table in (obj._parameters, obj._buffers, obj._modules):
             yield from (Held(table, k, v, f".{k}") for k, v in list(table.items()))
-        yield from (Held(obj.__dict__, k, v, f".{k}") for k, v in list(obj.__dict__.items()) if _is_state(k, v))
+        yield from (Held(obj.__dict__, k, v, f".{k}") for k, v in list(obj.__dict__.items()) if _is_state(k))
         for hooks in (obj._forward_pre_hooks, obj._forward_hooks):
             yield from (Held(hooks, k, v, f": hook {_name_of(v)}") for k, v in list(hooks.items()))
     elif isinstance(obj, Compiled):
@@ -232,14 +232,14 @@ def plain_values(root: Any, name: str = "") -> dict[str, Any]:
     return {label: value for label, value in reached(root, name) if value.__class__ in _PLAIN}
 
 
-def _is_state(name: str, value: Any) -> bool:
+def _is_state(name: str) -> bool:
     """Whether an entry of a module's ``__dict__`` may be state of its owner's, and not torch's bookkeeping."""
     return not name.startswith("_") or name not in OF_EVERY_MODULE
 
 
 def _held_by_function(fn: FunctionType) -> Iterator[Held]:
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
-        if isinstance(cell, CellType) and (content := _content(cell)) is not None:
+        if isinstance(cell, CellType) and (content := cell_content(cell)) is not None:
             yield Held(cell, "cell_contents", content, f": {name}")
     for i, default in enumerate(fn.__defaults__ or ()):
         yield Held(fn.__defaults__, i, default, f" default {i}")
@@ -272,11 +272,12 @@ def _absolute(name: str, of: dict[str, Any]) -> str:
     return importlib.util.resolve_name(name, package) if name.startswith(".") and package else name
 
 
-def _content(cell: CellType) -> Any:
+def cell_content(cell: CellType, unfilled: Any = None) -> Any:
+    """What the variable of an outer function holds; ``unfilled`` if it was given nothing yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
+    except ValueError:
+        return unfilled
 
 
 def _is_library(value: Any) -> bool:

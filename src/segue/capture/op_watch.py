@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from segue import _source_lines, _torch, _torch_modes
+from segue import _source_lines, _torch, _torch_modes, _torch_ops
 from segue.capture.context_paths import DeepContext
 from segue.capture.copied_memory import CopiedMemory
 from segue.capture.externals import External
@@ -49,6 +49,7 @@ def observing(observer: Observer) -> Iterator[None]:
         _observing.observer = before
 
 
+_FRESH = torch.ops.aten.lift_fresh.default
 _CAST = torch.ops.aten._to_copy.default  # autocast fills its cache in grad mode; each op that uses the copy is checked by itself
 _NO_WRAPPER = Tensor.__torch_dispatch__
 _USES_CUDNN = re.compile("conv|cudnn|rnn|lstm|gru|batch_norm")
@@ -66,7 +67,7 @@ class _Op:
     ``func``: held, so that its id stays its own. ``plain``: types of arguments that neither are nor hold tensors. ``writes``:
     positions and names of the arguments that it writes. ``restores``: it gives a tensor other memory, as ``set_`` does.
     ``reads``: the mode that it reads and most ops don't, or "". ``fills``: it overwrites what it writes without reading it.
-    ``views``: it reads nothing, and gives another view of an operand.
+    ``views``: it reads nothing, and gives another view of an operand. ``fresh``: its operand is one that Python has just made.
     """
 
     func: Any
@@ -77,6 +78,7 @@ class _Op:
     reads: str
     fills: bool
     views: bool
+    fresh: bool
 
 
 _ops: dict[int, _Op] = {}  # by the id of the function, which is a third of what its hash costs
@@ -90,6 +92,7 @@ class OpWatch(_torch.WatchingMode):
         self._name = name
         # Where pool blocks begin that this capture has written or was seen to allocate, and where views of them do.
         self._made: set[int] = set()
+        self._fresh: list[Tensor] = []  # held, so that nobody else's tensor gets the address of one
         self._outside: set[int] = set()  # addresses of externals
         self._blocks_before: list[tuple[int, int]] = []  # pool blocks that were alive when the capture began
         self._young_before: dict[int, Any] = {}  # objects by id, held so that no other gets it
@@ -175,6 +178,10 @@ class OpWatch(_torch.WatchingMode):
             return  # without storage: a sparse one, or a wrapper, whose inner tensors come next
         if address in self._made or value.layout is not torch.strided:
             return
+        if op.fresh and value.device != self.pool.device.torch_device:  # a number on the host, as dynamo makes one of each float
+            self._fresh.append(value)
+            self._made.add(address)
+            return
         if self.pool.owns(value, look=_source_lines.in_compiled_code()):
             self.prove(value, op.name)
             return
@@ -187,7 +194,7 @@ class OpWatch(_torch.WatchingMode):
         uses, self._uses = self._uses, []
         if op.views:
             return
-        filled = [t for t in _tensors(_torch.written(op.writes, args, kwargs)) if op.fills]
+        filled = [t for t in _tensors(_torch_ops.written(op.writes, args, kwargs)) if op.fills]
         for key, t in uses:
             external = self.externals.get(key)
             if external is not None and sum(t is other for _, other in uses) > sum(t is other for other in filled):
@@ -200,7 +207,7 @@ class OpWatch(_torch.WatchingMode):
         """Note whether an op took the dtype of its result, or its place, from the defaults: where neither operands nor arguments
         say it.
         """
-        made, given = _torch.tensors((result,), {}), _torch.tensors(args, kwargs)
+        made, given = _torch_ops.tensors((result,), {}), _torch_ops.tensors(args, kwargs)
         told = any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values()))
         if not told and any(map(_inexact, made)) and not any(map(_inexact, given)):
             self.read_modes.add(_torch_modes.DEFAULT_DTYPE.name)
@@ -246,7 +253,7 @@ class OpWatch(_torch.WatchingMode):
 
     def forget(self) -> None:
         """Let go of the context, of the hand-offs and of what there was before, at the end of the capture."""
-        self.copies, self.deep, self._young_before = CopiedMemory(), DeepContext(), {}
+        self.copies, self.deep, self._young_before, self._fresh = CopiedMemory(), DeepContext(), {}, []
 
     def is_new(self, obj: Any) -> bool:
         """Whether ``obj`` was made in this capture. The garbage collector, which is off, counts such objects as young."""
@@ -310,7 +317,7 @@ class OpWatch(_torch.WatchingMode):
         )
 
     def _write(self, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        written = list(_tensors(_torch.written(op.writes, args, kwargs)))
+        written = list(_tensors(_torch_ops.written(op.writes, args, kwargs)))
         self.copies.check_write(op.name, written)
         for t in written:
             if t.layout is torch.strided:
@@ -338,14 +345,14 @@ def _op_facts(func: Any) -> _Op:
     schema = getattr(func, "_schema", None)  # a higher-order op has none
     types = [set(re.findall(r"\w+", str(a.type))) for a in schema.arguments] if schema is not None else [{"Any"}]
     plain = _PLAIN | {list, tuple} if all(t <= _TENSOR or t <= _NUMBERS for t in types) else _PLAIN
-    restores = schema is not None and schema.name.rpartition("::")[2] in _torch.RE_STORING
+    restores = schema is not None and schema.name.rpartition("::")[2] in _torch_ops.RE_STORING
     name = str(func)
     reads = _torch_modes.ATTENTION.name if "scaled_dot_product" in name else ""
     reads = _torch_modes.CUDNN.name if _USES_CUDNN.search(name) else reads
-    writes = _torch.written_arguments(func)
+    writes = _torch_ops.written_arguments(func)
     fills = schema is not None and (schema.name in _FILLS or any(a.is_out for a in schema.arguments))
     views = schema is not None and not writes[0] and schema.name not in _MAY_COPY and any(r.alias_info for r in schema.returns)
-    op = _ops[id(func)] = _Op(func, name, plain, writes, restores, reads, fills, views)
+    op = _ops[id(func)] = _Op(func, name, plain, writes, restores, reads, fills, views, func is _FRESH)
     return op
 
 

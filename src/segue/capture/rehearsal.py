@@ -67,7 +67,7 @@ class IndexChecks(_torch.WatchingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for index, size in _indices(func, {**dict(zip(_argument_names(func), args, strict=False)), **kwargs}):
+        for index, size in _indices({**dict(zip(_argument_names(func), args, strict=False)), **kwargs}):
             if index.numel() and index.dtype not in (torch.bool, torch.uint8):
                 low, high = (int(v) for v in index.aminmax())
                 if low < -size or high >= size:
@@ -80,7 +80,7 @@ def _argument_names(func: Any) -> list[str]:
     return [] if schema is None else [a.name for a in schema.arguments]
 
 
-def _indices(func: Any, given: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:
+def _indices(given: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:
     """The tensors of indices among an op's arguments, each with the size that it points into."""
     into, dim = given.get("self", given.get("weight")), given.get("dim")
     if not isinstance(into, Tensor):

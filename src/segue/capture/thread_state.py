@@ -97,6 +97,20 @@ def capture_stubs() -> Iterator[None]:
 
 
 @contextmanager
+def capture_frame(capture: OpenCapture, rows: int | None, valid_rows: int | None, pool: Pool, stubs: bool) -> Iterator[None]:
+    """Within this block the thread's capture is ``capture``, into ``pool``, of ``rows`` rows, of which ``valid_rows`` are real.
+    ``stubs``: breaks run their capture stubs.
+    """
+    before = state.capture, state.phase, state.rows, state.valid, state.pools, state.reference, state.grad, state.stubs
+    state.capture, state.rows, state.valid, state.pools = capture, rows, valid_rows, (pool,)
+    state.reference, state.grad, state.stubs = False, torch.is_grad_enabled(), stubs
+    try:
+        yield
+    finally:
+        state.capture, state.phase, state.rows, state.valid, state.pools, state.reference, state.grad, state.stubs = before
+
+
+@contextmanager
 def reference_frame(
     rows: int | None, valid_rows: int | None, inputs: Iterable[Tensor] = (), breaks_inside: bool = False
 ) -> Iterator[None]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Generator, Tensor
 
-from segue import _source_lines, _torch, devices
+from segue import _source_lines, _torch, _torch_ops, devices
 from segue.capture import op_watch, program
 from segue.capture.thread_state import state
 
@@ -112,7 +112,7 @@ class OpLog:
         reads = tuple(map(_key, operands))
         made = [k for k in map(_key, results) if k not in reads]
         op = LoggedOp(
-            _torch.op_name(func), _source_lines.caller(), _plain(given, func), tuple(tuple(t.shape) for t in operands),
+            _torch_ops.op_name(func), _source_lines.caller(), _plain(given, func), tuple(tuple(t.shape) for t in operands),
             reads, (*made, *map(_key, targets)), state.inside_break, _is_ours(),
             0 if state.capture is None else state.capture.graphs,
         )  # fmt: skip
@@ -147,7 +147,7 @@ class OpLogMode(_torch.WatchingMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        if self._fill is not None and _torch.op_name(func) in EMPTY_OPS and result.dtype in FLOATS:
+        if self._fill is not None and _torch_ops.op_name(func) in EMPTY_OPS and result.dtype in FLOATS:
             result.fill_(self._fill)
         return result
 
@@ -156,7 +156,7 @@ class OpLogMode(_torch.WatchingMode):
 def _signature(func: Any) -> tuple[list[str], list[str]]:
     """The names of an op's arguments, and of those that it writes."""
     arguments = getattr(getattr(func, "_schema", None), "arguments", ())
-    return [a.name for a in arguments], list(_torch.written_arguments(func)[1])
+    return [a.name for a in arguments], list(_torch_ops.written_arguments(func)[1])
 
 
 def _plain(given: dict[str, Any], func: Any) -> dict[str, str]:
@@ -168,7 +168,7 @@ def _text(value: Any, given: dict[str, Any], func: Any) -> str | None:
     if isinstance(value, Tensor):
         if value.dim() or value.device.type != "cpu":
             return None
-        lifted = _torch.op_name(func) == "aten::lift_fresh"
+        lifted = _torch_ops.op_name(func) == "aten::lift_fresh"
         baked = any(t.device.type != "cpu" for v in given.values() for t in _tensors(v))
         return str(value.item()) if lifted or baked else None
     if isinstance(value, Generator):

@@ -21,6 +21,7 @@ __all__ = [
     "Segment",
     "Traits",
     "device_of",
+    "is_recorded",
     "new_pool",
     "pool_of",
     "resolve",
@@ -134,6 +135,11 @@ def _is_pool(pool: Any) -> bool:
 
 def _is_handle(pool: Any) -> bool:
     return isinstance(pool, tuple) and len(pool) == 2 and all(type(n) is int for n in pool)
+
+
+def is_recorded(place: torch.device) -> bool:
+    """Whether the current stream of ``place`` is being recorded, by whomever."""
+    return place.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def runs_compiled(place: torch.device) -> bool:

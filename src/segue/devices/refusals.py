@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segue import _source_lines, _torch
+from segue import _source_lines, _torch_ops
 from segue.errors import CaptureError
 
 MEND = "Move it into a break point"
@@ -125,7 +125,7 @@ _REPEAT = ("its length is the sum of the repeats", "Pass output_size=")
 
 
 def _op(func: Any) -> str:
-    return _torch.op_name(func).removeprefix("aten::")
+    return _torch_ops.op_name(func).removeprefix("aten::")
 
 
 def _unbounded(argument: Any) -> bool:

@@ -174,8 +174,10 @@ class ScratchForward:
             InputError: a session isn't like the scratch cache, or shares memory with it or another. No session was touched.
         """
         real = [r for r, n in enumerate(lengths) if n]
-        reserve = getattr(self.trunk, "reserve", None)
+        receive, reserve = (getattr(self.trunk, name, None) for name in ("receive", "reserve"))
         with without_gradients(inference):
+            if receive is not None and self.captured is not None and receive(sessions[0], self.scratch, lengths[0]):
+                return
             if reserve is not None:
                 for r in real:
                     reserve(sessions[r], lengths[r])

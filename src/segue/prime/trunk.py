@@ -46,11 +46,13 @@ class Trunk(Protocol):
     mixer takes identity steps there (gate and beta 0), a convolution's window is taken where the prompt ends. Where the
     graph may be cut, between two layers, call :func:`segue.prime.cut_here`.
 
-    Four methods are optional. ``part(cache, rows)`` gives the first rows of a larger scratch cache as a cache of their own:
+    Five methods are optional. ``part(cache, rows)`` gives the first rows of a larger scratch cache as a cache of their own:
     with it all buckets of a strategy share one, without it each has its own, beside the graphs' memory.
     ``reserve(session, n)`` is called before ``state(session)`` for sessions that have no memory of their own yet; it must
-    leave the session as it is until ``set_length``. ``step(token, session)`` is one greedy step ([1] int64 to logits [1, V])
-    and ``new_session(rows)`` makes a fresh session where ``new_cache`` doesn't; only ``segue check prime`` calls these two.
+    leave the session as it is until ``set_length``. ``receive(session, cache, n)``, of a trunk for one request, may fill a
+    session by itself, after a replay, with the first n rows of a scratch cache; it returns whether it has.
+    ``step(token, session)`` is one greedy step ([1] int64 to logits [1, V]) and ``new_session(rows)`` makes a fresh session where
+    ``new_cache`` doesn't; only ``segue check prime`` calls these two.
     """
 
     min_tokens: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter
@@ -12,12 +11,11 @@ import torch
 from torch import Tensor
 
 from segue import _source_lines, _torch
-from segue.capture.nested import around, parts_of
 from segue.errors import InputError, UsageError
 from segue.runner.inputs import Declared, Leaf, Spec, leaves
+from segue.runner.structured_arguments import PLAIN, built, flag_key, identities, is_structure, refilled, undeclared_parts
 
 Key = tuple[Any, ...]  # which optional inputs are there, and the plain flags: a variant, with graphs of its own
-PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 _UNLIKE = "another size"  # in the key of a call that is unlike the first, so that no graph is found for it
 _MISSING: Any = inspect.Parameter.empty
 _RESERVED = ("decision", "verify")
@@ -82,9 +80,7 @@ class Binder:
         parameters = _parameters(fn, self.label)
         self._open = any(p.kind is p.VAR_KEYWORD for p in parameters)  # then the last value is a dict of further flags
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        self.names = [p.name for p in named] + (
-            [n for n in inputs if n not in {p.name for p in named}] if self._open else []
-        )
+        self.names = [p.name for p in named] + ([n for n in inputs if n not in {p.name for p in named}] if self._open else [])
         for name in _RESERVED:
             if name in self.names:
                 raise UsageError(f"{self.label} has a parameter {name!r}, which is the runner's own; rename it")
@@ -104,7 +100,7 @@ class Binder:
         self._rest = list(zip(self.names, self._defaults, strict=True))
         self._all = len(self.names) if self._positional == len(self.names) and not self._open else -1
         self._flags = [i for i, name in enumerate(self.names) if name not in inputs and i != self.ctx_slot]
-        self._nested = {i: inputs[name] for i, name in enumerate(self.names) if _is_nested(inputs.get(name))}
+        self._nested = {i: inputs[name] for i, name in enumerate(self.names) if is_structure(inputs.get(name))}
         self._optional = [i for i, leaf in enumerate(self.leaves) if leaf.optional]
         self._plain_key = not (self._flags or self._nested or self._optional or self.ctx_slot >= 0 or self._open)
         self._pick: Callable[[Any], Sequence[Any]] = self._reach
@@ -198,9 +194,7 @@ class Binder:
             call.specs = specs
         return call
 
-    def _check(
-        self, tensors: Sequence[Any]
-    ) -> tuple[tuple[int, int, bool], Sequence[tuple[Leaf, Spec]], InputError | None]:
+    def _check(self, tensors: Sequence[Any]) -> tuple[tuple[int, int, bool], Sequence[tuple[Leaf, Spec]], InputError | None]:
         """Check the values of all declared inputs. Returns the token count, the request count and whether some are on the CPU
         while the runner isn't; the specs of inputs that no call has shown before; and the error of an input of another size.
         """
@@ -223,11 +217,7 @@ class Binder:
                 if dim is None:
                     fits = shape == spec.head
                 else:
-                    fits = (
-                        len(shape) == spec.rank
-                        and shape[dim + 1 :] == spec.tail
-                        and (dim == 0 or shape[:dim] == spec.head)
-                    )
+                    fits = len(shape) == spec.rank and shape[dim + 1 :] == spec.tail and (dim == 0 or shape[:dim] == spec.head)
                 fits = fits and t.dtype is spec.dtype and t.layout is torch.strided and not (grad and t.requires_grad)
                 fits = fits and not _is_refused_wrapper(t)
                 home = t.device == device
@@ -246,9 +236,7 @@ class Binder:
             elif leaf.request:
                 count = shape[dim] - leaf.extra
                 if count != requests:
-                    requests = (
-                        count if requests < 0 <= count else self._disagree(leaf, tensors, "request", count, requests)
-                    )
+                    requests = count if requests < 0 <= count else self._disagree(leaf, tensors, "request", count, requests)
         if tokens < 0:
             raise InputError(f"{self.label}: no token-shaped input was given, so the call has no token count")
         return (tokens, requests, foreign), shown, unlike
@@ -263,9 +251,7 @@ class Binder:
         values = [None if i in declared else default for i, default in enumerate(self._defaults)]
         for name, value in zip(self.names, values, strict=True):
             if value is _MISSING:
-                raise InputError(
-                    f"argument {name!r} of {self.label} is missing: it has no default, so give an example call"
-                )
+                raise InputError(f"argument {name!r} of {self.label} is missing: it has no default, so give an example call")
         return values
 
     def placed(self, named: dict[str, Any], tensors: Sequence[Tensor | None]) -> dict[str, Any]:
@@ -273,7 +259,7 @@ class Binder:
         for slot, name in enumerate(self.names):
             parts = iter([t for leaf, t in zip(self.leaves, tensors, strict=True) if leaf.slot == slot])
             if slot in self._nested:
-                named[name] = _built(self._nested[slot], parts)
+                named[name] = built(self._nested[slot], parts)
             elif name in named and any(leaf.slot == slot for leaf in self.leaves):
                 named[name] = next(parts)
         named.pop("ctx", None)
@@ -308,14 +294,14 @@ class Binder:
             if declared is None:
                 values[slot] = parts[0]
             elif tensors is not call.tensors:
-                values[slot] = copies[slot] = _refill(values[slot], declared, iter(parts))
-        held = {slot: _held(copy, self._nested[slot]) for slot, copy in copies.items()}
+                values[slot] = copies[slot] = refilled(values[slot], declared, iter(parts))
+        held = {slot: identities(copy, self._nested[slot]) for slot, copy in copies.items()}
         further = values.pop() if self._open else {}
         named = {n: v for n, v in zip(self.names[self._unnamed :], values[self._unnamed :], strict=True)}
         named.update(further)
         result = self._fn(*values[: self._unnamed], **named)
         for slot, copy in copies.items():
-            if _held(copy, self._nested[slot]) != held[slot]:
+            if identities(copy, self._nested[slot]) != held[slot]:
                 raise UsageError(
                     f"{self.label}: the forward changed what the argument {self.names[slot]!r} holds. It has a copy of the "
                     "container, with the runner's own tensors, so the caller's would stay as it was, and a replay changes "
@@ -335,17 +321,11 @@ class Binder:
 
     def _disagree(self, leaf: Leaf, tensors: Sequence[Any], what: str, count: int, before: int) -> int:
         if count < 0:
-            raise InputError(
-                f"input {leaf.name!r} has {count + leaf.extra} rows, fewer than its {leaf.extra} extra ones"
-            )
+            raise InputError(f"input {leaf.name!r} has {count + leaf.extra} rows, fewer than its {leaf.extra} extra ones")
         first = next(
-            i
-            for i, t in zip(self.leaves, tensors, strict=True)
-            if (i.token if what == "token" else i.request) and t is not None
+            i for i, t in zip(self.leaves, tensors, strict=True) if (i.token if what == "token" else i.request) and t is not None
         )
-        raise InputError(
-            f"input {first.name!r} has {before} {what}s and input {leaf.name!r} has {count}; they must agree"
-        )
+        raise InputError(f"input {first.name!r} has {before} {what}s and input {leaf.name!r} has {count}; they must agree")
 
     def _key(self, values: Sequence[Any], tensors: list[Tensor | None], ctx: Any) -> Key:
         key: list[Any] = [tensors[i] is not None for i in self._optional]
@@ -354,7 +334,7 @@ class Binder:
         for i in self._flags:
             key.append(self._flag(values[i], self.names[i], self._defaults[i]))
         for i, declared in self._nested.items():
-            key.append(_undeclared_parts(values[i], declared, self.names[i]))
+            key.append(undeclared_parts(values[i], declared, self.names[i]))
         if self._open:
             key.append(tuple((name, self._flag(value, name, _MISSING)) for name, value in sorted(values[-1].items())))
         return tuple(key)
@@ -365,80 +345,7 @@ class Binder:
             return cls, value
         if value is default and not isinstance(value, PLAIN):
             return "default"
-        return _plain(value, name)
-
-
-def _plain(value: Any, name: str) -> Any:
-    """What stands for a flag in the key. The type is part of it, since ``1 == True``."""
-    if isinstance(value, Tensor):
-        raise InputError(
-            f"argument {name!r} is a tensor that inputs doesn't declare; it would be frozen at its captured value"
-        )
-    if isinstance(value, float | complex):
-        return type(value), repr(value)  # 0.0 == -0.0, and NaN equals nothing
-    if value is None or isinstance(value, PLAIN):
-        return type(value), value
-    if isinstance(value, tuple):
-        return tuple(_plain(v, name) for v in value)
-    raise InputError(
-        f"argument {name!r} is a {type(value).__qualname__}: neither a declared input nor a plain flag. Hand it to the "
-        "breaks in "
-        "the live context (ctx=), or declare the tensors in it"
-    )
-
-
-def _undeclared_parts(value: Any, declared: Any, name: str) -> Any:
-    """What a structured argument holds beside its declared tensors."""
-    parts = None if value is None else parts_of(value)
-    if parts is None:
-        if value is not None:
-            raise InputError(
-                f"argument {name!r} is a {type(value).__qualname__}; its inputs are declared as a structure, so it "
-                "must be a "
-                "mapping, dataclass, tuple or list"
-            )
-        return None
-    keys = dict(declared) if isinstance(declared, Mapping) else dict(enumerate(declared))
-    shell: list[Any] = [type(value)]
-    for key, child in parts:
-        inner = keys.get(key)
-        if inner is None:
-            shell.append((key, _plain(child, f"{name}.{key}")))
-        elif _is_nested(inner):
-            shell.append((key, _undeclared_parts(child, inner, f"{name}.{key}")))
-    return tuple(shell)
-
-
-def _held(value: Any, declared: Any) -> Any:
-    """What a structured argument holds, by identity."""
-    parts = parts_of(value) if value is not None and _is_nested(declared) else None
-    if parts is None:
-        return id(value)
-    inner = dict(declared) if isinstance(declared, Mapping) else dict(enumerate(declared))
-    return [(key, _held(child, inner.get(key))) for key, child in parts]
-
-
-def _refill(value: Any, declared: Any, tensors: Any) -> Any:
-    """``value`` with its declared tensors replaced, in the order of the declaration."""
-    if not _is_nested(declared):
-        return next(tensors)
-    keys = list(declared) if isinstance(declared, Mapping) else list(range(len(declared)))
-    new = {key: _refill(_child(value, key), declared[key], tensors) for key in keys}
-    if value is None:
-        return None
-    parts = parts_of(value) or []
-    return around(value, [key for key, _ in parts])([new.get(key, child) for key, child in parts])
-
-
-def _built(declared: Any, tensors: Any) -> Any:
-    """Plain containers in the shape of a declaration."""
-    if isinstance(declared, Mapping):
-        return {key: _built(child, tensors) for key, child in declared.items()}
-    return [_built(child, tensors) for child in declared] if isinstance(declared, list | tuple) else next(tensors)
-
-
-def _child(value: Any, key: Any) -> Any:
-    return None if value is None else dict(parts_of(value) or ()).get(key)
+        return flag_key(value, name)
 
 
 def _is_refused_wrapper(t: Tensor) -> bool:
@@ -447,10 +354,6 @@ def _is_refused_wrapper(t: Tensor) -> bool:
 
 def _metadata_or_none(t: Any) -> Metadata | None:
     return None if t is None else _metadata(t)
-
-
-def _is_nested(declared: Any) -> bool:
-    return isinstance(declared, Mapping | list | tuple)
 
 
 def _code_of(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -59,9 +59,8 @@ class Input:
             )
         if self.dim is not None and self.pad is None:
             raise UsageError(
-                f"{self}: pad= has no default. Say what the rows past the real ones hold: 0 is right for hidden "
-                "states, "
-                "often wrong for lengths, positions and slots"
+                f"{self}: pad= has no default. Say what the rows past the real ones hold: 0 is right for hidden states, often "
+                "wrong for lengths, positions and slots"
             )
         if self.pad is not None and self.pad != "edge" and not isinstance(self.pad, Number):
             raise UsageError(f'{self}: pad is a number or "edge"')
@@ -131,8 +130,7 @@ class Leaf:
         d = self.declared
         if d.dim is not None and not -t.dim() <= d.dim < t.dim():
             raise InputError(
-                f"input {self.name!r} has shape {list(t.shape)}, without the dimension {d.dim} that is declared to "
-                "hold its rows"
+                f"input {self.name!r} has shape {list(t.shape)}, without the dimension {d.dim} that is declared to hold its rows"
             )
         if d.dtype is not None and t.dtype is not d.dtype:
             raise InputError(f"input {self.name!r} has dtype {t.dtype}, and is declared as {d.dtype}")
@@ -158,9 +156,7 @@ class Leaf:
         if t.layout is not torch.strided:
             return InputError(f"{who} has layout {t.layout}; a fixed buffer holds strided tensors only")
         if t.device != device and t.device.type != "cpu":
-            return InputError(
-                f"{who} is on {t.device}, and the runner is on {device}. Move it: {self.name}.to({str(device)!r})"
-            )
+            return InputError(f"{who} is on {t.device}, and the runner is on {device}. Move it: {self.name}.to({str(device)!r})")
         if t.requires_grad and torch.is_grad_enabled():
             return InputError(
                 f"{who} requires grad while grad mode is on, and graphs record no gradients. Call the runner under "
@@ -169,13 +165,10 @@ class Leaf:
         assert spec is not None
         if t.dtype is not spec.dtype:
             return InputError(
-                f"{who} has dtype {t.dtype}, and the runner's buffers hold {spec.dtype}. Convert it, or make a second "
-                "runner"
+                f"{who} has dtype {t.dtype}, and the runner's buffers hold {spec.dtype}. Convert it, or make a second runner"
             )
         if t.dim() != spec.rank:
-            return InputError(
-                f"{who} has {t.dim()} dimensions, {list(t.shape)}; the runner's buffers hold {spec.describe()}"
-            )
+            return InputError(f"{who} has {t.dim()} dimensions, {list(t.shape)}; the runner's buffers hold {spec.describe()}")
         return InputError(f"{who} has shape {list(t.shape)}; the runner's buffers hold {spec.describe()}")
 
     def is_of_another_size(self, t: Any, spec: Spec) -> bool:
@@ -205,9 +198,7 @@ def leaves(inputs: Declared, names: Sequence[str], where: str) -> list[Leaf]:
     """
     for name in inputs:
         if name not in names:
-            raise UsageError(
-                f"inputs declares {name!r}, and {where} has no such parameter; it has {', '.join(names) or 'none'}"
-            )
+            raise UsageError(f"inputs declares {name!r}, and {where} has no such parameter; it has {', '.join(names) or 'none'}")
     found = [
         Leaf(label, slot, path, declared)
         for slot, name in enumerate(names)

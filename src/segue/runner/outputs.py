@@ -283,8 +283,7 @@ def _exact(path: str, t: Tensor, dim: int, rows: int, what: str, where: str) -> 
     if not -t.dim() <= dim < t.dim() or t.shape[dim] != rows:
         raise UsageError(
             f"{where}: {path} is declared to have its {what}s along dimension {dim}, and has shape {list(t.shape)}, "
-            "where the "
-            f"bucket has {rows}. Declare None for an output without {what} rows"
+            f"where the bucket has {rows}. Declare None for an output without {what} rows"
         )
     return dim % t.dim()
 

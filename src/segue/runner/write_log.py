@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segue import _source_lines, _torch
+from segue import _source_lines, _torch, _torch_ops
 from segue.capture import is_breakable_capture_active
-from segue.capture.allocations import Allocations
+from segue.capture.allocations import MadeMemory
 from segue.devices import generators
 from segue.errors import UsageError
 
 LIMIT = 1 << 30  # bytes
 
 
-class WriteLog(Allocations):
+class WriteLog(MadeMemory):
     """Watches the ops of this thread and copies the storage of every external tensor before its first write.
 
     Memory that a watched op made is internal. Nothing is copied for ops of a segment that is being recorded: they don't execute
@@ -42,11 +42,14 @@ class WriteLog(Allocations):
             self._save(t)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if not is_breakable_capture_active():
-            for t in _torch.tensors(_torch.written(_torch.written_arguments(func), args, kwargs or {}), {}):
-                if _torch.address(t):
-                    self._before_write(t, func)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        kwargs = kwargs or {}
+        if is_breakable_capture_active():
+            return func(*args, **kwargs)
+        writes = _torch_ops.written_arguments(func)
+        for t in _torch_ops.tensors(_torch_ops.written(writes, args, kwargs), {}) if writes[0] else ():
+            if _torch.address(t):
+                self._before_write(t, func)
+        return self.run(func, args, kwargs)[0]
 
     def put_back(self) -> None:
         """Restore every storage that was written."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from segue import _source_lines, _torch
+from segue import _source_lines, _torch, _torch_ops
 from segue.devices.refusals import (
     FACTORIES,
     HOST_COPY,
@@ -58,11 +58,11 @@ _rules: dict[int, OpRule] = {}  # by the id of the function, which is a third of
 
 
 def _learn(func: Any) -> OpRule:
-    kernel = _torch.kernel(func)
+    kernel = _torch_ops.kernel(func)
     if not isinstance(func, torch._ops.OpOverload):  # a higher-order op
         rule = OpRule(func, kernel, str(func), False, None, False, None)
     else:
-        op = _torch.op_name(func).removeprefix("aten::")
+        op = _torch_ops.op_name(func).removeprefix("aten::")
         base = op.split(".")[0]
         refused, checked = op_refusal(func), is_checked(func)
         made = f"torch.{base}" if base in FACTORIES else None
@@ -98,7 +98,7 @@ class OpChecks:
             raise named from e
 
     def _run_watched(self, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.check(rule, _torch.tensors(args, kwargs), args, kwargs)
+        self.check(rule, _torch_ops.tensors(args, kwargs), args, kwargs)
         result = rule.kernel(*args, **kwargs)
         if (rule.made or rule.op == "lift_fresh") and isinstance(result, Tensor) and _on_host(result):
             self._note_made(rule, result)
@@ -141,7 +141,7 @@ class OpChecks:
         """The refusal that stands for torch's error of a call; None if the error has nothing to do with the recording."""
         if isinstance(error, SegueError | torch.OutOfMemoryError):
             return None
-        operands = _torch.tensors(args, kwargs)
+        operands = _torch_ops.tensors(args, kwargs)
         if self._made and not all(map(_on_host, operands)):
             for t in operands:
                 if _on_host(t) and _torch.storage_key(t) in self._made:
@@ -228,11 +228,11 @@ def _reading(op: str) -> str:
 
 def _inside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureError | None:
     """What is refused inside a composite op, of which only the whole was seen: it is run once more, without memory."""
-    if not isinstance(func, torch._ops.OpOverload) or not _torch.has_kernel(_torch.op_name(func), _COMPOSITE):
+    if not isinstance(func, torch._ops.OpOverload) or not _torch_ops.has_kernel(_torch_ops.op_name(func), _COMPOSITE):
         return None
     try:
         with _Looking():
-            _torch.open_composite(func, _COMPOSITE, *_without_memory(args), **_without_memory(kwargs))
+            _torch_ops.open_composite(func, _COMPOSITE, *_without_memory(args), **_without_memory(kwargs))
     except CaptureError as e:
         return e.with_traceback(None)
     except Exception:
@@ -250,10 +250,10 @@ class _Looking(_torch.WatchingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         rule, kwargs = _rules.get(id(func)) or _learn(func), kwargs or {}
         if rule.watched:
-            self._host.check(rule, _torch.tensors(args, kwargs), args, kwargs)
-        if not rule.checked and _torch.has_kernel(_torch.op_name(func), _COMPOSITE):
+            self._host.check(rule, _torch_ops.tensors(args, kwargs), args, kwargs)
+        if not rule.checked and _torch_ops.has_kernel(_torch_ops.op_name(func), _COMPOSITE):
             with self:
-                return _torch.open_composite(func, _COMPOSITE, *args, **kwargs)
+                return _torch_ops.open_composite(func, _COMPOSITE, *args, **kwargs)
         return rule.kernel(*args, **kwargs)
 
 

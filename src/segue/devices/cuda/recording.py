@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from segue import _torch
+from segue import _torch, _torch_ops
 from segue.devices import generators
 from segue.devices.cuda import raw
 from segue.devices.cuda.op_checks import OpChecks
@@ -108,7 +108,7 @@ class CudaRecording:
         """
         if kwargs and (generator := kwargs.get("generator")) is not None:
             if generator.device.type == "cuda" and _torch.generator_key(generator) not in self._may_draw_from:
-                raise generators.unknown(_torch.op_name(func).removeprefix("aten::"), generator)
+                raise generators.unknown(_torch_ops.op_name(func).removeprefix("aten::"), generator)
             self._draws = True
         return self._ops.run(func, args, kwargs)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from segue import _torch, _torch_ranks
+from segue import _torch_ops, _torch_ranks
 from segue.devices import refusals
 
 RE_STORED = (
@@ -67,18 +67,18 @@ def _learn(func: Any) -> OpInfo:
         raise refusals.refusal(
             str(func), f"the emulator of CUDA graphs records plain ops, not higher-order ones. {refusals.MEND}."
         )
-    name, schema, tags = _torch.op_name(func), func._schema, func.tags
+    name, schema, tags = _torch_ops.op_name(func), func._schema, func.tags
     op = name.removeprefix("aten::")
     base = op.split(".")[0]
     checked = refusals.is_checked(func)
     refused = RE_STORED if base in _RE_STORES else refusals.op_refusal(func)
-    writes = _torch.written_arguments(func)
+    writes = _torch_ops.written_arguments(func)
     opens = body = None
     if refused is None and not checked:
-        opens, body = _torch.python_kernel(name), _torch.custom_op_body(name)
-        if opens is None and _torch.has_kernel(name, "CompositeImplicitAutograd"):
+        opens, body = _torch_ops.python_kernel(name), _torch_ops.custom_op_body(name)
+        if opens is None and _torch_ops.has_kernel(name, "CompositeImplicitAutograd"):
             opens = "CompositeImplicitAutograd"
-    run, half, talks = _torch.kernel(func), _torch_ranks.is_between_two(name), _torch_ranks.is_collective(name)
+    run, half, talks = _torch_ops.kernel(func), _torch_ranks.is_between_two(name), _torch_ranks.is_collective(name)
     return OpInfo(
         op=op,
         run=partial(_whole, run) if talks and not half else run,

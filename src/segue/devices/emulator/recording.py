@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from segue import _source_lines, _torch, _torch_ranks
+from segue import _source_lines, _torch, _torch_ops, _torch_ranks
 from segue.devices import generators
 from segue.devices.emulator.host_guard import HostGuard, eager_compiled
 from segue.devices.emulator.op_rules import OpInfo, op_info
@@ -67,7 +67,7 @@ class EmulatedRecording:
             CaptureError: CUDA could not capture this call. The recording can't be committed any more.
         """
         known = op_info(func)
-        operands = _torch.tensors(args, kwargs)
+        operands = _torch_ops.tensors(args, kwargs)
         for t in operands:
             if type(t) not in _PLAIN and type(t).__torch_dispatch__ is not _no_subclass:
                 return NotImplemented
@@ -96,7 +96,7 @@ class EmulatedRecording:
                 return known.body(*args, **kwargs)
         # A function mode that saw this call would make the whole call again instead of opening it.
         with _torch.function_modes_off(), self.reenter:
-            return _torch.open_composite(func, key, *args, **kwargs)
+            return _torch_ops.open_composite(func, key, *args, **kwargs)
 
     def refuse(self, error: CaptureError) -> CaptureError:
         """Remember the first refusal and return ``error``. As on CUDA, a recording is unusable even if the error is swallowed."""
@@ -203,7 +203,7 @@ class EmulatedRecording:
         return _torch.lazy_bits(plain, t)
 
     def _save_written(self, known: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for t in _torch.tensors(_torch.written(known.writes, args, kwargs), {}):
+        for t in _torch_ops.tensors(_torch_ops.written(known.writes, args, kwargs), {}):
             address, nbytes = _torch.storage_span(t)
             if not nbytes:
                 continue

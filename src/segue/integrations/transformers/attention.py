@@ -7,7 +7,7 @@ break makes a batch of it again. :class:`AttentionName` is how the model's atten
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from segue.capture.thread_state import current_forward_ctx
 from segue.integrations.transformers import names
 
 T = TypeVar("T")
+PAGED = "paged|"  # how older releases begin the names of implementations for paged caches
 NAME = "segue"  # the attention implementation, while a decoder's body runs
 
 # Attributes of an initialized layer, by the dtypes and device of its keys and values and the layer's own function. None: they
@@ -63,6 +64,16 @@ class AttentionName:
             self._own, self.swapped = before
 
     @contextmanager
+    def unprefixed(self) -> Iterator[None]:
+        """Within this block the configs name an implementation for paged caches by its plain name, as when it was captured."""
+        own = [config._attn_implementation for config in self._configs]
+        self._set([name and name.removeprefix(PAGED) for name in own])
+        try:
+            yield
+        finally:
+            self._set(own)
+
+    @contextmanager
     def own(self) -> Iterator[None]:
         """Within this block, in a break, attention functions that read the name find the model's own, as at a replay."""
         if not self.swapped:
@@ -94,8 +105,10 @@ class LiveContext:
     implementation: AttentionName
     live: dict[str, Any]  # arguments that the model's own attention would get, as this call has them
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)  # the caller's mode
+    packed: Mapping[str, Any] | None = None  # the same of a paged cache, which is among them
     prime: str | None = None  # the strategy whose graphs take it, as prompts for an empty cache
     numbers: Tensor | None = None  # what that strategy's trunk gets of each token
+    given: int = 0  # sequences of the caller's, where a batch is filled up
     reached: list[int] | None = None  # layers whose attention got here, for the probe
     calls: Sequence[dict[str, Any]] | None = None  # what each layer is given, by name, where that was seen
     returned: dict[Any, Any] = field(default_factory=dict)  # by breaks, for breaks after them
@@ -146,7 +159,7 @@ def attention_forward(
         return as_input(out), weights
     for name in LIVE:
         options.pop(name, None)
-    return attend(query, key, value, module, **options), None
+    return as_input(attend(query, key, value, module, **options)), None
 
 
 _torch.dynamo_boundary(attention_forward, "a segue break point runs eagerly between two graphs")
@@ -191,7 +204,10 @@ def _attend(
         if keeps_what_it_gets(forward.cache, layer):
             key, value = key.clone(), value.clone()  # the next replay overwrites what the graph handed over
         key, value = forward.cache.update(key, value, layer)
-    out: Tensor = forward.attention(module, query, key, value, mask, **options, **forward.live)[0]
+    live = forward.live if forward.packed is None else {**forward.live, **forward.packed}
+    if forward.packed is not None and names.layers_update_paged():
+        key, value = live.pop("cache").update(key, value, layer, kwargs=live)
+    out: Tensor = forward.attention(module, query, key, value, mask, **options, **live)[0]
     return out if forward.batch == 1 else out.reshape(1, forward.batch * forward.length, *out.shape[2:])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from segue.integrations.transformers.decoder_calls import DecoderCall
 from segue.integrations.transformers.decoder_forward import Body
 from segue.integrations.transformers.decoder_parts import DecoderParts
 from segue.integrations.transformers.probe import difference, exact_products, jittered
-from segue.integrations.transformers.resident_layers import enter, leave_all, residence_of
+from segue.integrations.transformers.resident_layers import enter, leave_all, move_in, residence_of
 from segue.integrations.transformers.resident_memory import LayerShape, Residence, ResidentMemory, left_padding, room_for
 from segue.runner import Full, GraphRunner, Input, Job
 from segue.runner.memory_budget import mib
@@ -105,13 +104,14 @@ class DecodeServer:
         self._batches = [b for b in _BATCHES if b > 1 or not compiled]
         self._state = StepState(self._batches[-1], self._device.torch_device)
         attention = names.attention_function(parts.mixers[0].module, self._name)
+        self._plain = body.uncompiled
         self._body = DecodeBody(body, model, self._state, None, additive=self._name == "eager")
         self._body.cuts, self._attention = _CUTS, attention
         self._memory: ResidentMemory | None = None
         self._strategy = StepGraphs(self._batches, self._tensors)
         self._runner: GraphRunner | None = None
         self._pointed = 0  # the serial number of the residence that the state is ready for
-        self._steps = itertools.count(1)
+        self._clock = 0  # steps, and attempts to find room
         self._ahead: set[tuple[int, int]] = set()  # batches and widths captured ahead
         self.why_not = ""
 
@@ -134,13 +134,9 @@ class DecodeServer:
         Raises:
             what the graph raises. The cache is as it was then.
         """
-        if self.why_not:
-            return reasons.no_full_graph(self.why_not)
-        if self._implementation.name != self._name:
-            return reasons.no_full_graph("another attention implementation than at the start")
         cache, batch = call.cache, call.batch
-        if batch > self._state.most:
-            return reasons.FULL_BATCH
+        if (unable := self._unable(batch)) is not None:
+            return unable
         residence = self._residence(cache)
         if residence is not None and residence.batch != batch:
             return reasons.FULL_CACHE
@@ -169,8 +165,34 @@ class DecodeServer:
         if isinstance(out, Reason):
             return out
         residence.length += 1
-        residence.stepped, self._pointed = next(self._steps), residence.serial
+        self._clock += 1
+        residence.stepped, residence.decodes, self._pointed = self._clock, True, residence.serial
         return out
+
+    def receive(self, cache: Any, kept: Sequence[tuple[Tensor, Tensor]], length: int) -> bool:
+        """Have an empty cache lie in free rows, with keys and values [B, heads, length, size] of each layer, which its prompt has
+        left in a scratch cache. Returns whether it does; not before the first step of any cache, and no other makes room for it.
+
+        The caller has the pool's turn.
+        """
+        batch, most = len(kept[0][0]), self._most_tokens
+        if self._memory is None or self._unable(batch) is not None or (most is not None and length >= most):
+            return False
+        residence = self._memory.place(batch, room_for(length + 1, most))
+        if residence is None:
+            return False
+        move_in(cache, residence, kept, length)
+        residence.pad((0,) * batch, kept[0][0].new_ones(batch, length, dtype=torch.int64))
+        residence.stepped = self._clock
+        return True
+
+    def _unable(self, batch: int) -> Reason | None:
+        """Why no batch of so many sequences, or none at all, can make a step; None if one can."""
+        if self.why_not:
+            return reasons.no_full_graph(self.why_not)
+        if self._implementation.name != self._name:
+            return reasons.no_full_graph("another attention implementation than at the start")
+        return reasons.FULL_BATCH if batch > self._state.most else None
 
     def _run(self, given: tuple[Any, ...], reference: bool = False) -> Tensor | Reason:
         """The body's result; or why steps have no graphs from now on, if this one can't be captured. No cache has grown yet."""
@@ -239,15 +261,15 @@ class DecodeServer:
         if pads is None:
             return reasons.FULL_MASK
         if residence is None or length >= residence.room:
-            found = self._moved_in(call.cache, call.batch, residence)
+            found = self._moved_in(call.cache, call.batch)
             if isinstance(found, Reason):
                 return found
             residence = found
         residence.pad(pads, call.attention_mask)
         return residence
 
-    def _moved_in(self, cache: Any, batch: int, before: Residence | None) -> Residence | Reason:
-        """Have a cache lie in resident memory, with room for more. ``before``: where it lies now."""
+    def _moved_in(self, cache: Any, batch: int) -> Residence | Reason:
+        """Have a cache lie in resident memory, with room for more."""
         shapes, length = self._shapes(cache, batch)
         if shapes is None:
             return reasons.FULL_CACHE
@@ -257,19 +279,18 @@ class DecodeServer:
             return reasons.FULL_CACHE
         if self._most_tokens is not None and length >= self._most_tokens:
             return reasons.FULL_CONTEXT
-        room = room_for(length + 1, self._most_tokens)
-        residence = self._place(shapes, batch, room)
+        residence = self._place(shapes, batch, room_for(length + 1, self._most_tokens))
         if residence is None:
             return reasons.FULL_MEMORY
-        residence.take_in([(layer.keys, layer.values) for layer in cache.layers], length)
-        for other in {id(r): r for r in map(residence_of, cache.layers) if r is not None}.values():
-            leave_all(other)
-        enter(cache.layers, residence)
+        move_in(cache, residence, [(layer.keys, layer.values) for layer in cache.layers], length)
         return residence
 
     def _place(self, shapes: tuple[LayerShape, ...], batch: int, room: int) -> Residence | None:
-        """Rows for a cache: free ones, new ones, or those of a cache that has long made no step."""
+        """Rows for a cache: free ones, those of a prompt that no step has followed for long, new ones, or those of a cache that
+        has long made none."""
         if self._memory is not None and (found := self._memory.place(batch, room)) is not None:
+            return found
+        if (found := self._place_of_idle(batch, room, prompts=True)) is not None:
             return found
         least = max(2 * batch * room, 2 * self._memory.rows if self._memory is not None else 0)
         rows = max(_LEAST_ROWS, least)
@@ -282,10 +303,11 @@ class DecodeServer:
         assert self._memory is not None
         return self._memory.place(batch, room)
 
-    def _place_of_idle(self, batch: int, room: int) -> Residence | None:
-        memory, now = self._memory, next(self._steps)
-        idle = [] if memory is None else memory.residences[::-1]
-        while idle and now - idle[-1].stepped >= _PATIENCE:
+    def _place_of_idle(self, batch: int, room: int, prompts: bool = False) -> Residence | None:
+        memory = self._memory
+        self._clock += not prompts
+        idle = [] if memory is None else [r for r in memory.residences[::-1] if not (prompts and r.decodes)]
+        while idle and self._clock - idle[-1].stepped >= _PATIENCE:
             leave_all(idle.pop(), copied=True)  # whose rows are free when nobody holds it
             assert memory is not None
             if (found := memory.place(batch, room)) is not None:
@@ -305,7 +327,7 @@ class DecodeServer:
         Returns whether there was memory for it.
         """
         try:
-            memory = ResidentMemory(shapes, rows, self._dtype, self._device.torch_device)
+            memory = ResidentMemory(shapes, rows, self._dtype, self._device.torch_device, self._pool.turn)
         except torch.OutOfMemoryError:
             return False
         if self._memory is not None:
@@ -431,7 +453,7 @@ class DecodeServer:
             leave_all(residence, copied=True)
             return output[0](last_hidden_state=hidden[:, None], **{cache_name: call.cache})
 
-        with torch.no_grad(), jittered(self._decoder), exact_products():
+        with torch.no_grad(), jittered(self._decoder), exact_products(), self._plain():
             return difference(self._forward, self._decoder, untouched, ours)
 
     def describe(self) -> str:

@@ -29,6 +29,7 @@ class DecoderCall:
     batch: int
     length: int
     hidden_states: bool = False  # the caller wants those of all layers too
+    packed: Mapping[str, Any] | None = None  # what attention is given of sequences that lie one behind the other, its cache too
 
     @property
     def tokens(self) -> int:
@@ -74,15 +75,16 @@ class DecoderCallReader:
         shape = ids.shape if ids is not None else embeds.shape[:-1]
         asked = requested_output({**given, **rest}, self._config)
         states = asked is HIDDEN_STATES
+        cache, packed = _packed(cache, rest) if shape[0] == 1 and positions is not None else (cache, None)
         reason = (
             (None if states else asked)
-            or self._unknown({**given, **rest})
+            or (self._unknown({**given, **rest}) if packed is None else None)
             or _shapes(shape, positions)
             or self._mask(mask)
             or self._cache(cache, use_cache)
         )
         return reason or DecoderCall(
-            ids, embeds, mask, positions, cache, use_cache, return_dict is not False, int(shape[0]), int(shape[1]), states
+            ids, embeds, mask, positions, cache, use_cache, return_dict is not False, int(shape[0]), int(shape[1]), states, packed
         )
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -132,6 +134,12 @@ def requested_output(kwargs: Mapping[str, Any], config: Any) -> str | None:
     if states is True:
         return HIDDEN_STATES
     return reasons.requested_output("output_hidden_states") if states else None
+
+
+def _packed(cache: Any, rest: dict[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+    """The cache that the layers are given, and what transformers' continuous batching gives attention; None for other calls."""
+    paged = rest.get("cache") if cache is None else cache
+    return (None, {**rest, "cache": paged}) if names.is_paged(paged) else (cache, None)
 
 
 def _shapes(shape: torch.Size, positions: Any) -> str | None:

@@ -70,6 +70,10 @@ class Body:
         found = others if last is out.last_hidden_state else [*others, last]
         return tuple(t[0] for t in (*found, out.last_hidden_state))
 
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """Within this block the layers run as their Python."""
+        return nullcontext() if self._layers is None else self._layers.as_they_are()
+
     def _run(self, x: Tensor, position_ids: Tensor, **asks: bool) -> Any:
         compiled = nullcontext() if self._layers is None else self._layers.active()
         with self._implementation.segue(), self._breaks.active(), compiled:

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ from segue.devices import resolve
 from segue.errors import StateChangedError, UsageError
 from segue.integrations.transformers import checks, names, prime_admission, reasons
 from segue.integrations.transformers.argument_names import ArgumentNames
-from segue.integrations.transformers.attention import NAME, AttentionName, LiveContext, attention_forward
+from segue.integrations.transformers.attention import NAME, PAGED, AttentionName, LiveContext, attention_forward
 from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.counted_captures import CountedBreakable
 from segue.integrations.transformers.decode_server import DecodeServer
@@ -239,44 +240,50 @@ class Accelerated(OneRowHandle):
 
     def _serve_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._reader.read(args, kwargs)
-        if isinstance(call, str):
-            return self._untouched_forward(call, args, kwargs)
+        if not isinstance(call, str):
+            with nullcontext() if call.packed is None else self._implementation.unprefixed():
+                out = self._answer(call)
+            if not isinstance(out, str):
+                return out
+            call = out
+        return self._untouched_forward(call, args, kwargs)
+
+    def _answer(self, call: DecoderCall) -> Any:
+        """The decoder's output for a call, out of graphs; or the reason why it must run untouched."""
         if self._needs_gradients(call.embeds, cache=call.cache):
-            return self._untouched_forward(reasons.GRADIENTS, args, kwargs)
+            return reasons.GRADIENTS
         if (layers := self._layers_to_run()) != self._layers:
-            return self._untouched_forward(reasons.other_depth(layers, self._layers), args, kwargs)
+            return reasons.other_depth(layers, self._layers)
         if (other := self._other_mode()) is not None:
-            return self._untouched_forward(other, args, kwargs)
+            return other
         if self._decode is not None and self._head is None and is_step(call) and (hidden := self._step(call)) is not None:
             if isinstance(hidden, Reason):
-                return self._untouched_forward(hidden, args, kwargs)
+                return hidden
             return self._output(last_hidden_state=hidden[:, None], **{self._reader.cache_name: call.cache})
         decision = self._runner.admit(call.tokens)
         if decision.bucket is None:
-            return self._untouched_forward(decision.reason, args, kwargs)
+            return decision.reason
         run, recorded = self._here.run, self._states
         graphs = self._strategy if not call.hidden_states else None if recorded is None else recorded.graphs
         replays = run is None and graphs is not None and decision.bucket in graphs.captured
         if not replays and (changed := self._changed()) is not None:
-            if self._takes_in(changed):
-                return self._serve_alone(args, kwargs)
-            return self._untouched_forward(changed, args, kwargs)
+            return self._answer(call) if self._takes_in(changed) else changed
         self._compile()
         if call.hidden_states:
             states = self._hidden_states()
             if isinstance(states, Reason):
-                return self._untouched_forward(states, args, kwargs)
+                return states
             if run is not None and run != self._runner.reference:
-                return self._untouched_forward(reasons.requested_output("output_hidden_states"), args, kwargs)
+                return reasons.requested_output("output_hidden_states")
             run = states.run if run is None else states.reference
         try:
             return self._graphed(call, run, decision)
         except StateChangedError as e:  # found while the first segment ran, which has left nothing
-            return self._untouched_forward(self._changed() or reasons.changed(e.change, self._decoder), args, kwargs)
+            return self._changed() or reasons.changed(e.change, self._decoder)
         except RunsUntouched as e:
-            return self._untouched_forward(e.reason, args, kwargs)
+            return e.reason
         except NotSeen as e:  # before any layer ran
-            return self._untouched_forward(reasons.layers_called(str(e)), args, kwargs)
+            return reasons.layers_called(str(e))
 
     def _graphed(
         self, call: DecoderCall, run: Callable[..., Tensor] | None, decision: Decision | None, reached: list[int] | None = None
@@ -323,17 +330,20 @@ class Accelerated(OneRowHandle):
     ) -> LiveContext:
         def make_masks() -> list[Any]:
             masks, config = call.attention_mask, self._decoder.config
-            if not isinstance(masks, dict):
+            if not isinstance(masks, dict) and call.packed is None:
                 masks = names.make_masks(config, embeds, masks, cache, positions)
             types = getattr(config, "layer_types", None)
             return [masks[kind] for kind in types or ()] if isinstance(masks, dict) else [masks] * self._layers
 
-        name = self._implementation.name
+        name, packed = self._implementation.name, call.packed
+        if packed is not None and not names.layers_update_paged():
+            name = f"{PAGED}{name}"
         function = names.attention_function(self._attention_module, name)
         live = {"position_ids": positions, "use_cache": call.use_cache}
         masked = call.attention_mask is not None
         kept = self._implementation
         ctx = LiveContext(call.batch, call.length, cache, make_masks, masked, function, kept, live, reached=reached)
+        ctx.packed = packed
         prime = call.batch == 1 and bool(self._primes) and not self._here.breakable_only and not call.hidden_states
         if prime and self._attention.unchanged(function) and prime_admission.is_fresh(ctx, call.position_ids, self._parts):
             ctx.prime = PrimeStrategy.name

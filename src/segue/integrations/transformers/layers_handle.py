@@ -52,6 +52,7 @@ class LayersCall:
     length: int
     hidden_states: bool  # the caller wants those of all layers too
     cache: Any
+    packed: None = None  # such calls run untouched
 
     @property
     def tokens(self) -> int:
@@ -72,6 +73,8 @@ class LayersCallReader:
             given = self._signature.bind(*args, **kwargs).arguments if args else kwargs
         except TypeError:
             return reasons.ARGUMENTS
+        if names.is_paged(paged := given.get(self.cache_name) or given.get("cache")):
+            return reasons.cache_type(paged, offloaded=False)
         asked = requested_output(given, self._config)
         states = asked is HIDDEN_STATES and given.get("return_dict", getattr(self._config, "return_dict", True)) is not False
         if asked is not None and not states:

@@ -87,6 +87,19 @@ def sliding_cache_layer() -> type[Any]:
     return cache_utils.DynamicSlidingWindowLayer  # type: ignore[no-any-return]
 
 
+def is_paged(cache: Any) -> bool:
+    """Whether a cache is that of transformers' continuous batching, whose calls are of packed sequences."""
+    module = sys.modules.get("transformers.generation.continuous_batching.cache")
+    return module is not None and isinstance(cache, module.PagedAttentionCache)
+
+
+@functools.cache
+def layers_update_paged() -> bool:
+    """Whether a model's layers put keys and values in a paged cache, and not its attention functions, as in older releases."""
+    paged = sys.modules["transformers.generation.continuous_batching.cache"].PagedAttentionCache
+    return "kwargs" in inspect.signature(paged.update).parameters
+
+
 def attention_function(module: Any, implementation: str | None) -> Callable[..., Any]:
     """The attention function that ``module`` itself would look up under ``implementation``."""
     namespace = sys.modules[type(module).__module__]

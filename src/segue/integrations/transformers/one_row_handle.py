@@ -146,7 +146,7 @@ class OneRowHandle(ProvenHandle):
             self._why_not["full"] = f"a full graph has no breaks, and {type(self._breaks.modules[0]).__name__} is one"
             return None
         try:
-            return DecodeServer(
+            server = DecodeServer(
                 self._body,
                 None if self._head is None else self._model,
                 self._parts,
@@ -161,6 +161,12 @@ class OneRowHandle(ProvenHandle):
         except NoDecode as e:
             self._why_not["full"] = str(e)
             return None
+        trunks: list[Any] = [prime.trunk for prime in self._primes]
+        if self._first_tokens is not None:
+            trunks.append(self._first_tokens.graphs.trunk)
+        for trunk in trunks:
+            trunk.resident = server.receive
+        return server
 
     def _capture_steps(self) -> str | None:
         """Capture the full graphs of small batches. Returns what was done, as text."""

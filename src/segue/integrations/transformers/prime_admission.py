@@ -98,13 +98,14 @@ def _prove(
 
 @dataclass(frozen=True)
 class FreshBatch:
-    """A batch of fresh prompts, as the graphs of ``decision.strategy`` take it: filled up to ``sequences`` sequences.
+    """A batch of fresh prompts, as the graphs of ``decision.strategy`` take it: ``given`` ones, filled up to ``sequences``.
 
     Prompts that are padded on the left leave in cache and hidden states what the model's own attention makes of their padding,
     as in an untouched forward. What is behind the last sequence is dropped.
     """
 
     decision: Decision
+    given: int
     sequences: int
     padded: bool
 
@@ -134,7 +135,7 @@ class FreshBatch:
             if len(known) >= _MOST:
                 return None
             known.add(decision)
-        return FreshBatch(decision, sequences, padded)
+        return FreshBatch(decision, call.batch, sequences, padded)
 
     def filled(self, call: DecoderCall, embeds: Tensor, positions: Tensor) -> tuple[DecoderCall, Tensor, Tensor]:
         """The call, its embedded tokens [B, T, D] and positions [1 or B, T], with further sequences behind its own."""
@@ -148,7 +149,7 @@ class FreshBatch:
 
     def mark(self, ctx: LiveContext, positions: Tensor, mask: Tensor | None) -> None:
         """Have the graphs' strategy take ``ctx``. ``positions`` and ``mask`` [B, T]: of the filled batch."""
-        ctx.prime = self.decision.strategy
+        ctx.prime, ctx.given = self.decision.strategy, self.given
         ctx.numbers = place_numbers(positions, mask != 0 if self.padded and mask is not None else None)
 
 
@@ -156,6 +157,8 @@ def drop_sequences(cache: Any, batch: int) -> None:
     """Leave the first ``batch`` sequences of a cache whose layers keep every token."""
     for layer in cache.layers:
         parts = [batch, layer.keys.shape[0] - batch]
+        if not parts[1]:
+            return
         layer.keys, layer.values = (t.unsafe_split_with_sizes(parts)[0] for t in (layer.keys, layer.values))
 
 

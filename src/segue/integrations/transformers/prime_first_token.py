@@ -96,7 +96,7 @@ class FirstTokenGraphs:
     def __init__(
         self, trunk: TokenTrunk, buckets: Sequence[int], device: Device, pool: Pool, counters: Counters, retry: bool
     ) -> None:
-        self._trunk, self._buckets = trunk, buckets
+        self.trunk, self._buckets = trunk, buckets
         self._device, self._pool, self._counters = device, pool, counters
         self._graphs: dict[int, PrimeGraph] = {}
         self._seen: set[int] = set()
@@ -116,7 +116,7 @@ class FirstTokenGraphs:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the scratch cache that all graphs fill."""
-        return self._trunk.scratch_bytes
+        return self.trunk.scratch_bytes
 
     def run(self, ids: Tensor, cache: Any, bucket: int) -> Tensor | None:
         """Logits [1, V] of a fresh prompt ``ids`` [n], whose keys and values are in ``cache`` then. None at the first call of a
@@ -145,9 +145,9 @@ class FirstTokenGraphs:
             return self._graphs.get(bucket)
         cuts = self._cuts_for(bucket)
         if self._places is None or self._places.decisions.changed() is not None:
-            self._places = places_of(self._trunk)
+            self._places = places_of(self.trunk)
         try:
-            graph = _FirstTokenGraph(self._trunk, self._places, bucket, cuts=cuts, device=self._device, pool=self._pool)
+            graph = _FirstTokenGraph(self.trunk, self._places, bucket, cuts=cuts, device=self._device, pool=self._pool)
         except Exception as e:
             if not self._retry or isinstance(e, UsageError | InputError | ReplayError) or _torch.device_is_lost(e):
                 raise
@@ -176,7 +176,7 @@ class FirstTokenGraphs:
         self._graphs.clear()
         self._seen.clear()
         self._cuts.clear()
-        self._trunk.drop_cache()
+        self.trunk.drop_cache()
 
     def _cuts_for(self, bucket: int) -> Pattern | None:
         if not self._device.traits.timing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from segue import _torch
+from segue.capture import current_forward_ctx
 from segue.errors import InputError, UsageError
 from segue.integrations.transformers import checks, names
 from segue.integrations.transformers.attention import NAME, AttentionName, attention_forward, attention_goes_to, batched
@@ -72,11 +73,14 @@ class ModelTrunk:
         parts: its decoder and layers, where ``model`` is accelerated already; ``forward`` is the decoder's own then.
         layers: the decoder's layers, to run compiled.
 
+    ``resident``: gives an empty cache rows of resident memory with keys and values [B, Hkv, n, D] of each layer, where it can.
+
     Raises:
         UsageError: the model can't be served; says which and why.
     """
 
     min_tokens = 1
+    resident: Callable[[Any, Sequence[tuple[Tensor, Tensor]], int], bool] | None = None
 
     def __init__(
         self,
@@ -220,6 +224,21 @@ class ModelTrunk:
             steps = block.shape[2] // count
             block = block.narrow(2, 0, count * steps).unflatten(2, (count, steps)).transpose(1, 2)
         return {"keys and values": Rows(block, dim=3, tokens=count)}
+
+    def receive(self, session: Any, cache: Any, n: int) -> bool:
+        """Have a fresh session lie in resident memory with the ``n`` tokens that a scratch cache holds. Returns whether it does.
+
+        Of a batch it gets those sequences that the caller gave.
+        """
+        if self.resident is None:
+            return False
+        (kept,) = self.state(cache).values()
+        length = n // self._sequences
+        rows = kept.tensor.narrow(kept.dim, 0, length)
+        if self._sequences > 1:
+            rows = rows.narrow(1, 0, current_forward_ctx().given)
+        each = rows.unbind()
+        return self.resident(session, [*zip(each[::2], each[1::2], strict=True)], length)
 
     def reserve(self, session: Any, n: int) -> None:
         """Memory for ``n`` tokens, kept beside the session until :meth:`set_length`.

@@ -35,6 +35,11 @@ GRADIENTS = Reason(
     "gradients are required", "Call it under torch.inference_mode() or torch.no_grad(), as generate() does, if you need none"
 )
 
+RECORDED = Reason(
+    "recorded into a graph that is not segue's",
+    "Leave the graphs to one of the two, as by use_cuda_graph=False in continuous batching",
+)
+
 # A step of one token, which the breakable graphs serve then.
 FULL_BATCH = Reason("a larger batch than full graphs have", "Decode fewer sequences together")
 FULL_MASK = Reason("a mask of more than padding at the left", "Give a mask [batch, tokens], as tokenizers make it, padded left")

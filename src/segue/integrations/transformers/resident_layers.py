@@ -1,13 +1,15 @@
 """Layers of a cache whose keys and values lie in resident memory.
 
 A layer's class is exchanged for one whose ``keys`` and ``values`` are views, made when somebody reads them. Whoever assigns
-them, as every update, crop and reordering of transformers' does, gets a layer of its own class back, with what was assigned.
+them, as every update and crop of transformers' does, gets a layer of its own class back, with what was assigned. A reordering
+moves rows within resident memory, unless somebody has a view of them.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -47,6 +49,14 @@ class _Resident:
 
     def get_seq_length(self) -> int:
         return _length(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        residence = residence_of(self)
+        if residence is not None:
+            with residence.memory.turn():  # no other thread has this layer leave meanwhile
+                if residence_of(self) is residence and residence.reorder(vars(self)["at"], beam_idx):
+                    return
+        vars(self).get("kind", type(self)).reorder_cache(self, beam_idx)  # which assigns what it has selected
 
     def __repr__(self) -> str:
         return str(vars(self)["kind"].__name__)
@@ -101,10 +111,26 @@ def enter(layers: list[Any], residence: Residence) -> None:
         residence.layers.append(weakref.ref(layer))
 
 
+def move_in(cache: Any, residence: Residence, kept: Sequence[tuple[Tensor, Tensor]], length: int) -> None:
+    """Have a cache lie in ``residence``, with copies of keys and values [B, heads, n, size] of each layer, the last ``n`` of
+    ``length`` tokens: what it holds, or what it is to hold, if it is empty."""
+    residence.take_in(kept, length)
+    layers = cache.layers
+    for other in {id(r): r for r in map(residence_of, layers) if r is not None}.values():
+        leave_all(other)
+    while len(layers) < len(kept):
+        layers.append(names.full_cache_layer()())
+    for layer, (keys, _) in zip(layers, kept, strict=True):
+        if not layer.is_initialized:
+            layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
+    enter(layers, residence)
+
+
 def leave(layer: Any, copied: bool = False) -> None:
     """Make a resident layer one of its own class, whose tensors are views of what lay there, or copies."""
-    own = vars(layer)
-    residence: Residence = own["residence"]()
+    own, residence = vars(layer), residence_of(layer)
+    if residence is None:  # it has left meanwhile
+        return
     keys, values = layer.keys, layer.values
     if copied:
         keys, values = _copy(keys), _copy(values)
@@ -123,9 +149,10 @@ def _copy(t: Tensor) -> Tensor:
 
 def leave_all(residence: Residence, copied: bool = False) -> None:
     """Make every layer that lies in ``residence`` one of its own class."""
-    for layer in (ref() for ref in residence.layers):
-        if layer is not None and residence_of(layer) is residence:
-            leave(layer, copied)
+    with residence.memory.turn():
+        for layer in (ref() for ref in residence.layers):
+            if layer is not None and residence_of(layer) is residence:
+                leave(layer, copied)
 
 
 def residence_of(layer: Any) -> Residence | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from segue.capture.views import weak_ref_tensor
 
 _LEAST_ROOM = 256  # rows of a sequence
 _serials = itertools.count(1)
+_MOST_UNUSED = 64  # runs whose rooms are kept for the next ones there, since making a room takes the host 4 us
 _SPARE = 2  # the last rows: one that is never written, and one for padded sequences
 
 
@@ -38,11 +40,18 @@ class ResidentMemory:
     """``rows`` rows of keys and values for each layer, handed out in runs.
 
     ``keys``, ``values``: of each layer, for graphs. They don't own the memory. Each run has storages of its own over its part,
-    by which it is known whether anybody still looks at it.
+    by which it is known whether anybody still looks at it. ``turn``: whose context lets this thread alone write, after all steps.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape], rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.shapes, self.rows = tuple(shapes), rows
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        turn: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.shapes, self.rows, self.turn = tuple(shapes), rows, turn
         with torch.inference_mode(False), torch.no_grad():
             self._owned = [
                 torch.zeros(rows + _SPARE, shape.heads, size, dtype=dtype, device=device)
@@ -54,6 +63,7 @@ class ResidentMemory:
         self.zero_row, self.padding_row = rows, rows + 1
         self._live: weakref.WeakSet[Residence] = weakref.WeakSet()
         self._runs: dict[int, tuple[int, int, list[Tensor]]] = {}  # that are taken, by serial: first row, how many, the room
+        self._unused: dict[tuple[int, ...], list[Tensor]] = {}  # rooms by first row, batch and room
         self._ended: list[int] = []  # those whose cache has gone, and that somebody may still look at
 
     @staticmethod
@@ -69,15 +79,17 @@ class ResidentMemory:
     @property
     def residences(self) -> list[Residence]:
         """Those of caches that live, the one that stepped last at the end."""
-        return sorted(self._live, key=lambda each: each.stepped)
+        return sorted(self._live, key=lambda each: (each.stepped, each.serial))
 
     def place(self, batch: int, room: int) -> Residence | None:
         """Rows for ``batch`` sequences of up to ``room`` tokens; None if there aren't so many together."""
         size = batch * room
         for serial in [*self._ended]:
-            if all(_torch.storage_users(t) == 1 for t in self._runs[serial][2]):
+            rooms = self._runs[serial][2]
+            if all(_torch.storage_users(t) == 1 for t in rooms):
                 self._ended.remove(serial)
-                del self._runs[serial]
+                first, *_ = self._runs.pop(serial)
+                self._unused[first, *rooms[0].shape[:2]] = rooms
         start = 0
         for first, taken in sorted(run[:2] for run in self._runs.values()):
             if first - start >= size:
@@ -85,7 +97,11 @@ class ResidentMemory:
             start = max(start, first + taken)
         if start + size > self.rows:
             return None
-        rooms = [_torch.with_own_storage(t[start : start + size].unflatten(0, (batch, room))) for t in self._owned]
+        rooms = self._unused.pop((start, batch, room), [])
+        if not rooms:
+            rooms = [_torch.with_own_storage(t[start : start + size].unflatten(0, (batch, room))) for t in self._owned]
+            if len(self._unused) > _MOST_UNUSED:
+                self._unused.clear()
         residence = Residence(self, start, batch, room, rooms)
         self._live.add(residence)
         self._runs[residence.serial] = start, size, rooms
@@ -94,9 +110,7 @@ class ResidentMemory:
 
     def view(self, residence: Residence, layer: int, which: int) -> Tensor:
         """Keys (``which`` 0) or values (1) of a layer [B, heads, T, size], as a cache holds them."""
-        window, length = self.shapes[layer].window, residence.length
-        first = max(0, length - window + 1) if window else 0
-        return residence.rooms[2 * layer + which][:, first:length].transpose(1, 2)
+        return residence.rooms[2 * layer + which][:, residence.shown(layer)].transpose(1, 2)
 
 
 class Residence:
@@ -104,15 +118,21 @@ class Residence:
 
     ``rooms``: all of them, keys and values [batch, room, heads, size] of each layer.
     ``pads``: how many of those are padding, at the left, for each sequence. ``mask``: the mask [B, room] that says so, continued
-    with ones. ``stepped``: when it made its last step. ``whole``: no layer has left.
+    with ones. ``stepped``: when it made its last step, or when its prompt came. ``decodes``: it has made one. ``whole``: no
+    layer has left.
     """
 
     def __init__(self, memory: ResidentMemory, start: int, batch: int, room: int, rooms: Sequence[Tensor]) -> None:
         self.memory, self.start, self.batch, self.room, self.rooms = memory, start, batch, room, rooms
-        self.length, self.stepped, self.whole, self.serial = 0, 0, True, next(_serials)
+        self.length, self.stepped, self.decodes, self.whole, self.serial = 0, 0, False, True, next(_serials)
         self.pads: Sequence[int] = (0,) * batch
         self.mask: Tensor | None = None
         self.layers: list[weakref.ref[Any]] = []
+
+    def shown(self, layer: int) -> slice:
+        """The rows that a layer of the cache shows."""
+        window = self.memory.shapes[layer].window
+        return slice(max(0, self.length - window + 1) if window else 0, self.length)
 
     def take_in(self, kept: Sequence[tuple[Tensor, Tensor]], length: int) -> None:
         """Copy keys and values [B, heads, n, size] of each layer, the last ``n`` of ``length`` tokens."""
@@ -124,10 +144,28 @@ class Residence:
                     rows, first = self.rooms[2 * layer + which], length - t.shape[2]
                     if first:  # behind the window: nobody sees them, but no attention can bear what is no number
                         rows[:, :first].zero_()
-                    to.append(rows[:, first:length])
-                    given.append(t.transpose(1, 2))
+                    if self.batch == 1:  # torch fuses the copies if strides are equal, which a dimension of size 1 may have any
+                        to.append(rows[0, first:length])
+                        given.append(t[0].transpose(0, 1))
+                    else:
+                        to.append(rows[:, first:length])
+                        given.append(t.transpose(1, 2))
             _torch.foreach_copy(to, given)
         self.length = length
+
+    def reorder(self, layer: int, order: Tensor) -> bool:
+        """Let each sequence have what the one whose number stands in ``order`` [B] has in a layer. Returns False, having done
+        nothing, where that makes another batch or somebody has a view of the layer.
+
+        Padding stays as it is: whoever makes the next step shows its mask.
+        """
+        rooms = self.rooms[2 * layer : 2 * layer + 2]
+        if order.shape != (self.batch,) or any(_torch.storage_users(t) > 1 for t in rooms):
+            return False
+        with torch.no_grad():
+            rows, order = [t[:, self.shown(layer)] for t in rooms], order.to(rooms[0].device)
+            _torch.foreach_copy(rows, [t.index_select(0, order) for t in rows])
+        return True
 
     def is_known(self, mask: Any) -> bool:
         """Whether ``mask`` [B, length + 1], or None, is that of the step before, continued with ones. It is one op to see."""

@@ -13,8 +13,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from segue import _torch, environment
+from segue import _torch, devices, environment
 from segue.capture.modes import CallerModes
+from segue.capture.thread_state import state as thread
 from segue.errors import UsageError
 from segue.integrations.transformers import reasons
 from segue.integrations.transformers.base_handle import Handle
@@ -217,6 +218,8 @@ class ServingHandle(Handle):
             return TRACED
         if self._asleep:
             return ASLEEP
+        if devices.is_recorded(self._device) and thread.capture is None:
+            return reasons.RECORDED
         if (who := self._modes.training()) is not None:
             return reasons.training(who)
         moved = self._weights.moved()
