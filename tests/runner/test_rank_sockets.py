@@ -39,6 +39,12 @@ def test_values_come_by_rank_and_call_by_call(ends: dict[int, tuple[socket.socke
         assert [list(row) for row in sockets.values([5, 6])] == [[call, -(2**62)], [5, 6], [7, 8]]
 
 
+def test_many_values_are_one_message(ends: dict[int, tuple[socket.socket, socket.socket]]) -> None:
+    for _, end in ends.values():
+        say(end, 1, *range(2000))
+    assert [sum(row) for row in sockets_of(ends).values([1] * 2000)] == [1999000, 2000, 1999000]
+
+
 @pytest.mark.parametrize(
     ("does", "why"),
     [
@@ -46,6 +52,7 @@ def test_values_come_by_rank_and_call_by_call(ends: dict[int, tuple[socket.socke
         (lambda end: end.close(), "rank 2 is gone"),
         (lambda end: say(end, 2, 7), "rank 2 is at another call"),
         (lambda end: say(end, 1, 7, 8), "rank 2 is at another call"),
+        (lambda end: say(end, 1, *range(1000)), "rank 2 is at another call"),
         (lambda end: say(end, 1, 7, ago=0.3), "rank 2 waited, and has gone on without this one"),
     ],
 )

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _HEAD = 2  # numbers before the values: of the call, and when its rank came, in microseconds of the host's clock
-_MOST_BYTES = 4096
 
 
 class MissingRanks(Exception):
@@ -57,7 +56,7 @@ class RankSockets:
                 continue
             try:
                 other.settimeout(max(0.0, self._seconds - (time.monotonic() - start)))
-                answer = other.recv(_MOST_BYTES)
+                answer = other.recv(len(message) + 8)  # of a longer message it tells that it is one
             except (TimeoutError, BlockingIOError):
                 missing[rank] = "did not come"
                 continue
