@@ -50,7 +50,8 @@ def facts() -> dict[str, Any]:
 
 def provenance() -> str:
     """Markdown lines that say where a result comes from: :func:`facts`, the date, the commit and the command."""
-    command = " ".join(["segue", *sys.argv[1:]])
+    program = Path(sys.argv[0])
+    command = " ".join(["segue" if program.stem in ("segue", "__main__") else f"python {program.name}", *sys.argv[1:]])
     lines = [f"{key}: {value}" for key, value in facts().items()]
     lines += [f"date: {datetime.date.today().isoformat()}", f"commit: {_commit()}", f"command: `{command}`"]
     return "\n".join(f"* {line}" for line in lines)

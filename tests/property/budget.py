@@ -10,16 +10,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
-_NIGHTLY = os.environ.get("SEGUE_FUZZ") == "nightly"
+NIGHTLY = os.environ.get("SEGUE_FUZZ") == "nightly"
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 def budget(usual: int, nightly: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Few programs, always the same, or with SEGUE_FUZZ=nightly many, never the same."""
-    examples = int(os.environ.get("SEGUE_FUZZ_EXAMPLES", "0")) or (nightly if _NIGHTLY else usual)
+    examples = int(os.environ.get("SEGUE_FUZZ_EXAMPLES", "0")) or (nightly if NIGHTLY else usual)
     return settings(
         max_examples=examples,
-        derandomize=not _NIGHTLY,
+        derandomize=not NIGHTLY,
         database=None,
         deadline=None,
         print_blob=False,
