@@ -229,6 +229,13 @@ def is_tracing() -> bool:
     return bool(torch._C._is_tracing())
 
 
+def mark_static_address(t: Tensor) -> None:
+    """Tell dynamo, if anything has imported it, that a tensor stays where it is."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.mark_static_address(t)
+
+
 def dynamo_boundary(wrapper: Callable[..., Any], why: str) -> None:
     """Make dynamo end its graph before calling ``wrapper``, and compile neither its frame nor those below it.
 

@@ -47,7 +47,7 @@ def flow(name: str, said: Callable[..., Tensor], seed: int = 0) -> dict[str, Any
 @pytest.mark.parametrize("asked", ["greedy", "batch", "sampling", "beams", "beams of a batch", "several", "lookup"])
 @pytest.mark.parametrize("family", _FAMILIES)
 def test_generate_says_the_untouched_models_tokens(family: str, asked: str, start: Start, said: Callable[..., Tensor]) -> None:
-    handle = start(family)
+    handle = start(family, max_tokens=96)
     for seed in range(_PROMPTS):
         given = flow(asked, said, seed)
         torch.manual_seed(seed)

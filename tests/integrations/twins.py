@@ -100,6 +100,7 @@ class Twins:
                     close(a, b)
                 else:
                     real = self.mask.bool()[:, -b.shape[2] :]
+                    real = torch.nn.functional.pad(real, (0, b.shape[2] - real.shape[1]), value=True)  # of a static cache
                     close(a.transpose(1, 2)[real], b.transpose(1, 2)[real])
 
 

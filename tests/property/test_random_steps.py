@@ -25,7 +25,7 @@ from integrations.twins import Twins, emptied, full, held, tokens
 from segue.integrations.transformers import accelerate, decode_server, resident_memory
 from segue.integrations.transformers.resident_layers import residence_of
 
-_MODELS = ("llama", "mistral", "gemma2")
+MODELS = ("llama", "mistral", "gemma2")
 _number = st.integers(0, 7)
 
 
@@ -72,7 +72,7 @@ class Played:
         return None
 
     def new(self, number: int) -> None:
-        talk, batch = Twins(self.handle), 1 + number % 3
+        talk, batch = self.begun(number), 1 + number % 3
         ids, mask = self.ids(batch, 2 + 2 * number), None
         if batch > 1 and number > 2:
             mask = torch.ones_like(ids)
@@ -80,6 +80,9 @@ class Played:
         self.seed += 1
         talk.say(ids, mask)
         self.talks = [*self.talks[-3:], talk]
+
+    def begun(self, number: int) -> Twins:
+        return Twins(self.handle)
 
     def ids(self, batch: int, length: int) -> Tensor:
         return tokens(self.handle.device, batch, length, self.seed)
@@ -121,12 +124,15 @@ class Played:
     def crop(self, talk: Twins, number: int) -> None:
         slides = [layer for layer in talk.theirs.layers if layer.is_sliding]
         if not any(layer.get_seq_length() >= layer.sliding_window for layer in slides):
-            count = min(1 + number, talk.theirs.get_seq_length() - 1)
-            if talk.mask is not None:
-                count = min(count, int(talk.mask.sum(1).min()) - 1)
-            if count > 0:
-                talk.both(lambda cache: cache.crop(-count))
-                talk.mask = None if talk.mask is None else talk.mask[:, :-count]
+            self.cropped(talk, number)
+
+    def cropped(self, talk: Twins, number: int) -> None:
+        count = min(1 + number, int(talk.theirs.get_seq_length()) - 1)
+        if talk.mask is not None:
+            count = min(count, int(talk.mask.sum(1).min()) - 1)
+        if count > 0:
+            talk.both(lambda cache: cache.crop(-count))
+            talk.mask = None if talk.mask is None else talk.mask[:, :-count]
 
     def select(self, talk: Twins, number: int) -> None:
         self.indexed(talk, "batch_select_indices", [number % self.batch(talk)])
@@ -174,14 +180,14 @@ class Played:
 
 
 @functools.cache
-def _handle(family: str, device: str) -> Any:
+def handle_of(family: str, device: str, rows: int = 256) -> Any:
     model = FAMILIES[family].make().to(devices.resolve(device).torch_device)
-    kept = resident_memory.ResidentMemory.bytes_of([resident_memory.LayerShape(2, 16, 16)] * 2, 256, torch.float32)
+    kept = resident_memory.ResidentMemory.bytes_of([resident_memory.LayerShape(2, 16, 16)] * 2, rows, torch.float32)
     return accelerate(model, device=device, max_tokens=64, memory_budget=kept)
 
 
 @contextmanager
-def _small() -> Iterator[None]:
+def small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resident_memory, "_LEAST_ROOM", 8)
         patch.setattr(decode_server, "_LEAST_ROWS", 64)
@@ -189,13 +195,13 @@ def _small() -> Iterator[None]:
 
 
 def _play(family: str, does: tuple[Do, ...], device: str) -> None:
-    handle = _handle(family, device)
-    with _small():
+    handle = handle_of(family, device)
+    with small():
         Played(handle).play(does)
 
 
 @budget(25, 1000)
-@given(st.sampled_from(_MODELS), _does)
+@given(st.sampled_from(MODELS), _does)
 def test_random_operations_between_steps(family: str, does: tuple[Do, ...]) -> None:
     _play(family, does, "emulator")
 
@@ -203,14 +209,14 @@ def test_random_operations_between_steps(family: str, does: tuple[Do, ...]) -> N
 @pytest.mark.cuda
 @CUDA
 @budget(15, 1000)
-@given(st.sampled_from(_MODELS), _does)
+@given(st.sampled_from(MODELS), _does)
 def test_random_operations_between_steps_on_cuda(family: str, does: tuple[Do, ...]) -> None:
     _play(family, does, "cuda")
 
 
 def test_the_plays_are_of_full_graphs() -> None:
     does = tuple(Do(what, 0, 4) for what in ("steps", "new", "steps", "deepcopy", "steps", "drop", "steps"))
-    before = {family: full(_handle(family, "emulator")) for family in _MODELS}
-    for family in _MODELS:
+    before = {family: full(handle_of(family, "emulator")) for family in MODELS}
+    for family in MODELS:
         _play(family, does, "emulator")
-        assert full(_handle(family, "emulator")) > before[family] + 6
+        assert full(handle_of(family, "emulator")) > before[family] + 6

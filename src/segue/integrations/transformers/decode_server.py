@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from segue.integrations.transformers.decoder_calls import DecoderCall
 from segue.integrations.transformers.decoder_forward import Body
 from segue.integrations.transformers.decoder_parts import DecoderParts
 from segue.integrations.transformers.probe import difference, exact_products, jittered
+from segue.integrations.transformers.resident_caches import CacheContents, NoDecode, contents_of, windows_of
 from segue.integrations.transformers.resident_layers import enter, leave_all, move_in, residence_of
 from segue.integrations.transformers.resident_memory import LayerShape, Residence, ResidentMemory, left_padding, room_for
+from segue.integrations.transformers.static_residence import StaticResidence, padding_of
 from segue.runner import Full, GraphRunner, Input, Job
 from segue.runner.memory_budget import mib
 from segue.runner.reasons import Reason
@@ -37,11 +40,6 @@ _LEAST_WIDTH = 256
 _PROOF_ROOM, _PROOF_ROWS = 16, 256
 _SHARE = 4  # a share of the free memory that resident memory may take, where no budget was given
 _PATIENCE = 16  # steps of others after which a cache has to make room
-_KINDS = {"full_attention", "sliding_attention"}
-
-
-class NoDecode(Exception):
-    """A model's steps can't be full graphs. The text says why."""
 
 
 class StepGraphs(Full):
@@ -94,7 +92,7 @@ class DecodeServer:
         self._parts, self._decoder, self._forward, self._implementation = parts, parts.decoder, forward, implementation
         self._run_plain, self._read, self._main = run_plain, read, runner
         self._most_tokens, self._budget = max_context, budget
-        self._windows = self._windows_of_layers()
+        self._windows = windows_of(self._decoder.config, len(parts.layers))
         self._name = implementation.name
         if self._name not in ("sdpa", "eager"):
             raise NoDecode(f"its attention is {self._name!r}, which a full graph can't give the used rows alone")
@@ -164,7 +162,7 @@ class DecodeServer:
         out = self._run(given, reference)
         if isinstance(out, Reason):
             return out
-        residence.length += 1
+        residence.advance()
         self._clock += 1
         residence.stepped, residence.decodes, self._pointed = self._clock, True, residence.serial
         return out
@@ -212,9 +210,10 @@ class DecodeServer:
 
         ``cache``: of one sequence, for its shapes; it stays as it is. Returns what was done, as text; None if nothing was.
         """
-        shapes, _ = self._shapes(cache, 1)
-        if shapes is None or self.why_not or (self._runner is None and self._begin(cache, shapes) is not None):
+        contents = self._contents(cache, 1)
+        if contents is None or self.why_not or (self._runner is None and self._begin(contents.shapes) is not None):
             return None
+        shapes = contents.shapes
         start, before = time.perf_counter(), self._strategy.captured
         least = _BATCHES_AHEAD[0] * room_for(tokens, self._most_tokens)
         if self._memory is None and not (self._may_take(shapes, least) and self._renew(shapes, max(least, _LEAST_ROWS))):
@@ -252,65 +251,69 @@ class DecodeServer:
         if residence is None or not residence.whole or residence.memory is not self._memory:
             return None
         where = vars(layers[0])["residence"]
-        return residence if all(vars(layer).get("residence") is where for layer in layers) else None
+        if not all(vars(layer).get("residence") is where for layer in layers):
+            return None
+        return residence if residence.is_current() else None
 
     def _settled(self, call: DecoderCall, residence: Residence | None) -> Residence | Reason:
         """Where the cache of a call lies, with room for more and the padding of its mask."""
-        length = call.cache.get_seq_length()
-        pads = left_padding(call.attention_mask, call.batch, length + 1) if isinstance(length, int) else None
+        stays = residence is not None and residence.length < residence.room
+        held = residence if stays else self._contents(call.cache, call.batch)
+        if held is None:
+            return reasons.FULL_CACHE
+        pads = padding_of(call.attention_mask, call.batch, held.length, held.sizes, added=self._name == "eager")
         if pads is None:
             return reasons.FULL_MASK
-        if residence is None or length >= residence.room:
-            found = self._moved_in(call.cache, call.batch)
-            if isinstance(found, Reason):
-                return found
-            residence = found
-        residence.pad(pads, call.attention_mask)
-        return residence
+        found = held if isinstance(held, Residence) else self._moved_in(call.cache, call.batch, held)
+        if isinstance(found, Residence):
+            found.pad(pads, call.attention_mask)
+        return found
 
-    def _moved_in(self, cache: Any, batch: int) -> Residence | Reason:
+    def _moved_in(self, cache: Any, batch: int, contents: CacheContents) -> Residence | Reason:
         """Have a cache lie in resident memory, with room for more."""
-        shapes, length = self._shapes(cache, batch)
-        if shapes is None:
-            return reasons.FULL_CACHE
-        if self._memory is None and (failed := self._begin(cache, shapes)) is not None:
+        shapes, sizes = contents.shapes, contents.sizes
+        if self._memory is None and (failed := self._begin(shapes)) is not None:
             return failed
         if self._memory is not None and shapes != self._memory.shapes:
             return reasons.FULL_CACHE
-        if self._most_tokens is not None and length >= self._most_tokens:
+        if (room := contents.room(self._most_tokens)) is None:
             return reasons.FULL_CONTEXT
-        residence = self._place(shapes, batch, room_for(length + 1, self._most_tokens))
+        residence = self._place(shapes, batch, room, None if sizes is None else partial(StaticResidence, sizes=sizes))
         if residence is None:
             return reasons.FULL_MEMORY
-        move_in(cache, residence, [(layer.keys, layer.values) for layer in cache.layers], length)
+        move_in(cache, residence, [(layer.keys, layer.values) for layer in cache.layers], contents.length)
         return residence
 
-    def _place(self, shapes: tuple[LayerShape, ...], batch: int, room: int) -> Residence | None:
+    def _place(
+        self, shapes: tuple[LayerShape, ...], batch: int, room: int, make: Callable[..., Residence] | None
+    ) -> Residence | None:
         """Rows for a cache: free ones, those of a prompt that no step has followed for long, new ones, or those of a cache that
         has long made none."""
-        if self._memory is not None and (found := self._memory.place(batch, room)) is not None:
+        if self._memory is not None and (found := self._memory.place(batch, room, make)) is not None:
             return found
-        if (found := self._place_of_idle(batch, room, prompts=True)) is not None:
+        if (found := self._place_of_idle(batch, room, make, prompts=True)) is not None:
             return found
         least = max(2 * batch * room, 2 * self._memory.rows if self._memory is not None else 0)
         rows = max(_LEAST_ROWS, least)
         while not self._may_take(shapes, rows):
             if rows <= least:
-                return self._place_of_idle(batch, room)
+                return self._place_of_idle(batch, room, make)
             rows = max(least, rows // 2)
         if not self._renew(shapes, rows):
-            return self._place_of_idle(batch, room)
+            return self._place_of_idle(batch, room, make)
         assert self._memory is not None
-        return self._memory.place(batch, room)
+        return self._memory.place(batch, room, make)
 
-    def _place_of_idle(self, batch: int, room: int, prompts: bool = False) -> Residence | None:
+    def _place_of_idle(
+        self, batch: int, room: int, make: Callable[..., Residence] | None, prompts: bool = False
+    ) -> Residence | None:
         memory = self._memory
         self._clock += not prompts
         idle = [] if memory is None else [r for r in memory.residences[::-1] if not (prompts and r.decodes)]
         while idle and self._clock - idle[-1].stepped >= _PATIENCE:
             leave_all(idle.pop(), copied=True)  # whose rows are free when nobody holds it
             assert memory is not None
-            if (found := memory.place(batch, room)) is not None:
+            if (found := memory.place(batch, room, make)) is not None:
                 return found
         return None
 
@@ -349,45 +352,10 @@ class DecodeServer:
         assert self._memory is not None
         return [*self._memory.keys, *self._memory.values, *self._state.tensors]
 
-    def _windows_of_layers(self) -> list[int]:
-        config, kinds = self._decoder.config, getattr(self._decoder.config, "layer_types", None) or ()
-        if strange := next((kind for kind in kinds if kind not in _KINDS), None):
-            raise NoDecode(f"it has layers of {strange}")
-        layers = names.new_cache(config).layers or [names.full_cache_layer()()] * len(self._parts.layers)
-        if len(layers) != len(self._parts.layers):
-            raise NoDecode(f"its cache has {len(layers)} layers, and it has {len(self._parts.layers)}")
-        known = names.full_cache_layer(), names.sliding_cache_layer()
-        if strange := next((layer for layer in layers if type(layer) not in known), None):
-            raise NoDecode(f"its cache has layers of type {type(strange).__name__}")
-        return [getattr(layer, "sliding_window", 0) for layer in layers]
+    def _contents(self, cache: Any, batch: int) -> CacheContents | None:
+        return contents_of(cache, batch, self._windows, self._dtype, self._device.torch_device.type)
 
-    def _shapes(self, cache: Any, batch: int) -> tuple[tuple[LayerShape, ...] | None, int]:
-        """What each layer of a cache keeps, and its tokens; None for a cache that can't lie in resident memory."""
-        nothing = None, 0
-        layers: Any = cache.layers if type(cache) is names.cache_type() else ()
-        if len(layers) != len(self._windows):
-            return nothing
-        length = layers[0].get_seq_length()
-        shapes = []
-        for layer, window in zip(layers, self._windows, strict=True):
-            kind = vars(layer).get("kind", type(layer))
-            expected = names.sliding_cache_layer() if window else names.full_cache_layer()
-            if kind is not expected or not layer.is_initialized or layer.get_seq_length() != length:
-                return nothing
-            if window and (layer.sliding_window != window or getattr(layer, "record_past", False)):
-                return nothing
-            keys, values = layer.keys, layer.values
-            kept = min(length, window - 1) if window else length
-            heads = keys.shape[1] if keys.dim() == 4 else 0
-            both = ([batch, heads, kept], self._dtype, self._device.torch_device.type)
-            if not kept or any((list(t.shape)[:3], t.dtype, t.device.type) != both for t in (keys, values)):
-                return nothing
-            if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-                return nothing
-            shapes.append(LayerShape(heads, keys.shape[3], values.shape[3], window))
-        return tuple(shapes), length
-
-    def _begin(self, cache: Any, shapes: tuple[LayerShape, ...]) -> Reason | None:
+    def _begin(self, shapes: tuple[LayerShape, ...]) -> Reason | None:
         """Find out, by short conversations, by which attention a step equals the untouched decoder's. The first that does is
         taken."""
         trial = ResidentMemory(shapes, _PROOF_ROWS, self._dtype, self._device.torch_device)
@@ -448,7 +416,7 @@ class DecodeServer:
             positions[: call.batch] = call.positions(call.cache, ids.device)[:, 0]
             with reference_frame(n, call.batch):
                 hidden = self._body.hidden(ids, positions, _PROOF_ROOM)[: call.batch]
-            residence.length += 1
+            residence.advance()
             enter(call.cache.layers, residence)
             leave_all(residence, copied=True)
             return output[0](last_hidden_state=hidden[:, None], **{cache_name: call.cache})

@@ -102,7 +102,7 @@ class ForwardPatch:
         return self._serve(args, kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _unpatched, (self._decoder, self._before)
+        return _own, (self._decoder, "forward", self._before)
 
     @property
     def module(self) -> Any:
@@ -131,7 +131,7 @@ class ForwardPatch:
     def undo(self) -> None:
         """Leave the decoder as it was. A forward that was put around this one stays, and gets the decoder's own from it."""
         own = self._decoder.__dict__
-        self._serve = _calls(_unpatched(self._decoder, self._before))
+        self._serve = _calls(_own(self._decoder, "forward", self._before))
         if own.get("forward") is not self:
             return
         if self._before is None:
@@ -142,6 +142,30 @@ class ForwardPatch:
 
 # A compiled model would otherwise hold the untouched forward, and no call would be served or counted.
 _torch.dynamo_boundary(ForwardPatch.__call__, "an accelerated model runs out of segue's graphs: restore() it to compile it")
+
+
+class UncompiledCalls:
+    """Stands in for a model's ``get_compiled_call``, by which ``generate`` compiles the steps of static caches unasked.
+
+    Dynamo would take seconds, end at the decoder's patch, and look at its guards at each step.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._before = model, vars(model).get("get_compiled_call")
+        model.get_compiled_call = self
+
+    def __call__(self, compile_config: Any = None) -> Callable[..., Any]:
+        return self._model.__call__  # type: ignore[no-any-return]
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _own, (self._model, "get_compiled_call", self._before)
+
+    def undo(self) -> None:
+        """Leave the model as it was."""
+        own = vars(self._model)
+        if own.get("get_compiled_call") is self:
+            del own["get_compiled_call"]
+            own.update({} if self._before is None else {"get_compiled_call": self._before})
 
 
 def own_forward(module: Any) -> Callable[..., Any]:
@@ -168,5 +192,6 @@ def _instance_forward(decoder: Any) -> Any:
     return None if plain else found
 
 
-def _unpatched(decoder: Any, before: Any) -> Any:
-    return MethodType(type(decoder).forward, decoder) if before is None else before
+def _own(module: Any, name: str, before: Any) -> Any:
+    """The method that a module has without a patch: ``before``, which was set on it, or its class's."""
+    return MethodType(getattr(type(module), name), module) if before is None else before

@@ -25,7 +25,7 @@ from segue.integrations.transformers.compiled_layers import CompiledLayers
 from segue.integrations.transformers.counted_captures import CountedBreakable
 from segue.integrations.transformers.decode_server import DecodeServer
 from segue.integrations.transformers.decoder_calls import DecoderCall, DecoderCallReader
-from segue.integrations.transformers.decoder_forward import Body, ForwardPatch, own_forward
+from segue.integrations.transformers.decoder_forward import Body, ForwardPatch, UncompiledCalls, own_forward
 from segue.integrations.transformers.decoder_parts import DecoderParts
 from segue.integrations.transformers.default_buckets import buckets_or_default
 from segue.integrations.transformers.hidden_states import NAME as HIDDEN_STATES
@@ -66,6 +66,12 @@ class Accelerated(OneRowHandle):
         self._may_serve_model = model is not decoder and has_own_forward(model)
         self._set_up(**options)
         self._take_over()
+        self._uncompiled = UncompiledCalls(model)
+
+    def restore(self) -> None:
+        """Give the model its own forward back and free the graphs. May be called again."""
+        super().restore()
+        self._uncompiled.undo()
 
     def _set_up(
         self,

@@ -87,6 +87,21 @@ def sliding_cache_layer() -> type[Any]:
     return cache_utils.DynamicSlidingWindowLayer  # type: ignore[no-any-return]
 
 
+def static_cache_type() -> type[Any]:
+    """The exact type of the caches whose layers have a fixed number of rows."""
+    return cache_utils.StaticCache  # type: ignore[no-any-return]
+
+
+def static_cache_layer() -> type[Any]:
+    """The exact type of a static cache's layers that keep every token."""
+    return cache_utils.StaticLayer  # type: ignore[no-any-return]
+
+
+def static_sliding_cache_layer() -> type[Any]:
+    """The exact type of a static cache's layers that keep the tokens of a window; a subclass of :func:`static_cache_layer`."""
+    return cache_utils.StaticSlidingWindowLayer  # type: ignore[no-any-return]
+
+
 def is_paged(cache: Any) -> bool:
     """Whether a cache is that of transformers' continuous batching, whose calls are of packed sequences."""
     module = sys.modules.get("transformers.generation.continuous_batching.cache")

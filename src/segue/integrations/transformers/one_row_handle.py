@@ -15,7 +15,7 @@ from segue.errors import StateChangedError
 from segue.integrations.transformers import reasons
 from segue.integrations.transformers.attention import AttentionName
 from segue.integrations.transformers.compiled_layers import CompiledLayers
-from segue.integrations.transformers.decode_server import DecodeServer, NoDecode
+from segue.integrations.transformers.decode_server import DecodeServer
 from segue.integrations.transformers.decoder_calls import DecoderCall
 from segue.integrations.transformers.first_token_server import FirstTokenServer
 from segue.integrations.transformers.plain_head import NoPlainHead, PlainHead
@@ -23,6 +23,7 @@ from segue.integrations.transformers.prime_admission import HeldAttention
 from segue.integrations.transformers.prime_first_token import asks_for_one_row, is_first_token, is_step
 from segue.integrations.transformers.prime_trunk import not_causal
 from segue.integrations.transformers.proven_handle import ProvenHandle
+from segue.integrations.transformers.resident_caches import NoDecode
 from segue.prime.prime_strategy import PrimeStrategy
 from segue.runner import GraphRunner
 from segue.runner.reasons import Reason

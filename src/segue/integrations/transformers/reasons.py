@@ -43,7 +43,9 @@ RECORDED = Reason(
 # A step of one token, which the breakable graphs serve then.
 FULL_BATCH = Reason("a larger batch than full graphs have", "Decode fewer sequences together")
 FULL_MASK = Reason("a mask of more than padding at the left", "Give a mask [batch, tokens], as tokenizers make it, padded left")
-FULL_CACHE = Reason("a cache that can't lie in resident memory", "Give the DynamicCache that the model makes for itself")
+FULL_CACHE = Reason(
+    "a cache that can't lie in resident memory", "Give the DynamicCache that the model makes for itself, or a larger StaticCache"
+)
 FULL_CONTEXT = Reason("a sequence of more than max_context tokens", "Raise max_context=")
 FULL_MEMORY = Reason("no room in resident memory", "Raise memory_budget=, or let go of caches that are no longer used")
 

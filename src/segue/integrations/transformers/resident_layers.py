@@ -15,9 +15,12 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
+from segue import _torch
 from segue.integrations.transformers import names
 from segue.integrations.transformers.resident_memory import Residence
+from segue.integrations.transformers.static_residence import StaticResidence
 
+_HELD = {"keys", "values", "cumulative_length", "cumulative_length_int"}  # what the residence holds for a layer
 _OURS = ("residence", "at", "kind")  # attributes of a resident layer, in the order in which they go
 
 
@@ -47,9 +50,6 @@ class _Resident:
         leave(self)
         self.values = value
 
-    def get_seq_length(self) -> int:
-        return _length(self)
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         residence = residence_of(self)
         if residence is not None:
@@ -63,13 +63,20 @@ class _Resident:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """A copy, or a pickled layer, has memory of its own."""
-        own = attributes(self) | {"keys": _copy(self.keys), "values": _copy(self.values)}
+        own = {name: _copy(value) if name in _HELD else value for name, value in attributes(self).items()}
         copied = object.__new__(vars(self)["kind"])
         copied.__dict__.update(own)
         return copied.__reduce_ex__(1)  # by later protocols only an object's own class can be pickled
 
 
+class _Growing:
+    def get_seq_length(self) -> int:
+        return _length(self)
+
+
 class _Sliding:
+    get_seq_length = _Growing.get_seq_length
+
     @property
     def cumulative_length(self) -> int:
         return _length(self)
@@ -89,10 +96,49 @@ class _Sliding:
         self.record_past = value
 
 
+class _Static:
+    """Of a layer of a static cache. Who changes its tensors in place changes what lies in the residence."""
+
+    @property
+    def cumulative_length(self) -> Tensor:
+        at: int | None = vars(self).get("at")
+        residence = residence_of(self)
+        if at is None or not isinstance(residence, StaticResidence):  # it has left meanwhile
+            return vars(self)["cumulative_length"]  # type: ignore[no-any-return]
+        return residence.counts[at]
+
+    @cumulative_length.setter
+    def cumulative_length(self, value: Any) -> None:
+        leave(self)
+        self.cumulative_length = value
+
+
+class _StaticSliding:
+    @property
+    def cumulative_length_int(self) -> int:
+        return _length(self)
+
+    @cumulative_length_int.setter
+    def cumulative_length_int(self, value: int) -> None:
+        leave(self)
+        self.cumulative_length_int = value
+
+
+def _parts(kind: type) -> tuple[type, ...]:
+    if issubclass(kind, names.static_cache_layer()):
+        sliding = issubclass(kind, names.static_sliding_cache_layer())
+        return (_Resident, _Static, _StaticSliding) if sliding else (_Resident, _Static)
+    return _Resident, _Sliding if issubclass(kind, names.sliding_cache_layer()) else _Growing
+
+
 @functools.cache
 def _resident_class(kind: Any) -> type:
-    parts: tuple[type, ...] = (_Resident, _Sliding) if issubclass(kind, names.sliding_cache_layer()) else (_Resident,)
-    own = {name: value for part in parts for name, value in vars(part).items() if name not in ("__dict__", "__weakref__")}
+    own = {
+        name: value
+        for part in _parts(kind)
+        for name, value in vars(part).items()
+        if name not in ("__dict__", "__weakref__", "__doc__")
+    }
     own["__module__"] = kind.__module__  # by which transformers' objects are told
     return type(f"Resident{kind.__name__}", (kind,), own)  # with another base beside it, no layer could change its class for this
 
@@ -103,10 +149,12 @@ def enter(layers: list[Any], residence: Residence) -> None:
     def where() -> Residence:
         return residence
 
+    if isinstance(residence, StaticResidence):
+        residence.count([layer.cumulative_length for layer in layers])
     for at, layer in enumerate(layers):
         own: dict[str, Any] = vars(layer)
         kind: Any = type(layer)
-        own.update(dict.fromkeys(own.keys() & {"keys", "values", "cumulative_length"}), residence=where, at=at, kind=kind)
+        own.update(dict.fromkeys(own.keys() & _HELD), residence=where, at=at, kind=kind)
         layer.__class__ = _resident_class(kind)
         residence.layers.append(weakref.ref(layer))
 
@@ -131,20 +179,24 @@ def leave(layer: Any, copied: bool = False) -> None:
     own, residence = vars(layer), residence_of(layer)
     if residence is None:  # it has left meanwhile
         return
-    keys, values = layer.keys, layer.values
+    held = _held(layer)
     if copied:
-        keys, values = _copy(keys), _copy(values)
+        held = {name: _copy(value) for name, value in held.items()}
+    for t in held.values() if copied and residence.sizes is not None else ():
+        if isinstance(t, Tensor):  # as a static cache's own are, for code that the caller compiles
+            _torch.mark_static_address(t)
     residence.whole = False
-    kind: Any = own["kind"]
-    own.update(_held(kind, residence.length, keys, values))
-    layer.__class__ = kind
+    own.update(held)
+    layer.__class__ = own["kind"]
     for name in _OURS:  # last, since other threads may be reading the layer
         own.pop(name)
 
 
-def _copy(t: Tensor) -> Tensor:
+def _copy(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
     with torch.inference_mode(False), torch.no_grad():  # whose cache it is may be in another mode than who has it copied
-        return t.clone()
+        return value.clone(memory_format=torch.contiguous_format)
 
 
 def leave_all(residence: Residence, copied: bool = False) -> None:
@@ -165,16 +217,15 @@ def attributes(layer: Any) -> dict[str, Any]:
     """What a layer of its own class would hold in the place of this one, resident or not."""
     own = dict(vars(layer))
     if "residence" in own:
-        own.update(_held(own["kind"], own["residence"]().length, layer.keys, layer.values))
+        own.update(_held(layer))
         for name in _OURS:
             del own[name]
     return own
 
 
-def _held(kind: type, length: int, keys: Tensor, values: Tensor) -> dict[str, Any]:
-    """The attributes of a layer of its own class that a resident one lacks."""
-    counted = {"cumulative_length": length} if issubclass(kind, names.sliding_cache_layer()) else {}
-    return {"keys": keys, "values": values, **counted}
+def _held(layer: Any) -> dict[str, Any]:
+    """The attributes of a layer of its own class that the residence holds for this one."""
+    return {name: getattr(layer, name) for name in vars(layer).keys() & _HELD}
 
 
 def _length(layer: Any) -> int:

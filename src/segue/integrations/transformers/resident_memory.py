@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -81,8 +81,11 @@ class ResidentMemory:
         """Those of caches that live, the one that stepped last at the end."""
         return sorted(self._live, key=lambda each: (each.stepped, each.serial))
 
-    def place(self, batch: int, room: int) -> Residence | None:
-        """Rows for ``batch`` sequences of up to ``room`` tokens; None if there aren't so many together."""
+    def place(self, batch: int, room: int, make: Callable[..., Residence] | None = None) -> Residence | None:
+        """Rows for ``batch`` sequences of up to ``room`` tokens; None if there aren't so many together.
+
+        ``make``: the kind of residence, called as :class:`Residence` is.
+        """
         size = batch * room
         for serial in [*self._ended]:
             rooms = self._runs[serial][2]
@@ -102,7 +105,7 @@ class ResidentMemory:
             rooms = [_torch.with_own_storage(t[start : start + size].unflatten(0, (batch, room))) for t in self._owned]
             if len(self._unused) > _MOST_UNUSED:
                 self._unused.clear()
-        residence = Residence(self, start, batch, room, rooms)
+        residence = (make or Residence)(self, start, batch, room, rooms)
         self._live.add(residence)
         self._runs[residence.serial] = start, size, rooms
         weakref.finalize(residence, self._ended.append, residence.serial).atexit = False
@@ -122,6 +125,8 @@ class Residence:
     layer has left.
     """
 
+    sizes: Mapping[str, int] | None = None  # how many rows a static cache's layers show, by kind
+
     def __init__(self, memory: ResidentMemory, start: int, batch: int, room: int, rooms: Sequence[Tensor]) -> None:
         self.memory, self.start, self.batch, self.room, self.rooms = memory, start, batch, room, rooms
         self.length, self.stepped, self.decodes, self.whole, self.serial = 0, 0, False, True, next(_serials)
@@ -134,24 +139,32 @@ class Residence:
         window = self.memory.shapes[layer].window
         return slice(max(0, self.length - window + 1) if window else 0, self.length)
 
+    def is_current(self) -> bool:
+        """Whether its length is that of the cache."""
+        return True
+
+    def advance(self) -> None:
+        """A step has put a token into each sequence."""
+        self.length += 1
+
     def take_in(self, kept: Sequence[tuple[Tensor, Tensor]], length: int) -> None:
-        """Copy keys and values [B, heads, n, size] of each layer, the last ``n`` of ``length`` tokens."""
+        """Copy keys and values [B, heads, n, size] of each layer, which are all that it shows of ``length`` tokens."""
+        self.length = length
         to: list[Tensor] = []
         given: list[Tensor] = []
         with torch.no_grad():
             for layer, tensors in enumerate(kept):
                 for which, t in enumerate(tensors):
-                    rows, first = self.rooms[2 * layer + which], length - t.shape[2]
-                    if first:  # behind the window: nobody sees them, but no attention can bear what is no number
-                        rows[:, :first].zero_()
+                    rows, shown = self.rooms[2 * layer + which], self.shown(layer)
+                    if shown.start:  # behind the window: nobody sees them, but no attention can bear what is no number
+                        rows[:, : shown.start].zero_()
                     if self.batch == 1:  # torch fuses the copies if strides are equal, which a dimension of size 1 may have any
-                        to.append(rows[0, first:length])
+                        to.append(rows[0, shown])
                         given.append(t[0].transpose(0, 1))
                     else:
-                        to.append(rows[:, first:length])
+                        to.append(rows[:, shown])
                         given.append(t.transpose(1, 2))
             _torch.foreach_copy(to, given)
-        self.length = length
 
     def reorder(self, layer: int, order: Tensor) -> bool:
         """Let each sequence have what the one whose number stands in ``order`` [B] has in a layer. Returns False, having done
