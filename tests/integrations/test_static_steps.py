@@ -143,7 +143,7 @@ def _say(talk: Twins, ids: Tensor, pads: tuple[int, ...], adds: bool, ones: bool
     for layer in talk.theirs.layers:
         size = layer.max_cache_len
         first = max(0, n + 1 - size)
-        kinds["sliding_attention" if layer.is_sliding else "full_attention"] = mask[:, None, None, first : first + size]
+        kinds["sliding_attention" if layer.is_sliding else "full_attention"] = mask[:, None, None, first : first + size].clone()
     talk.say(ids, attention_mask=kinds)
 
 

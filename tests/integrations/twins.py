@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,9 +36,13 @@ def held(cache: Any) -> list[tuple[int, Tensor, Tensor]]:
     return [(layer.get_seq_length(), layer.keys, layer.values) for layer in cache.layers]
 
 
-def emptied(cache: Any) -> bool:
-    """Whether nothing is left of a cache that was reset. Some releases of transformers leave zeroed rows, and can't go on."""
-    return not any(layer.is_initialized and layer.keys.numel() for layer in cache.layers)
+@functools.cache
+def reset_empties() -> bool:
+    """Whether reset() of a growing cache drops its rows. Older releases zero them, and can't go on with another batch."""
+    cache, one = names.new_cache(None), torch.ones(1, 1, 2, 1)
+    cache.update(one, one, 0)
+    cache.reset()
+    return not cache.layers[0].is_initialized
 
 
 def cached(handle: Any, cache: Any) -> dict[str, Any]:

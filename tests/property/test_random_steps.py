@@ -21,7 +21,7 @@ from segue import devices
 pytest.importorskip("transformers")
 
 from integrations.families import FAMILIES
-from integrations.twins import Twins, emptied, full, held, tokens
+from integrations.twins import Twins, full, held, reset_empties, tokens
 from segue.integrations.transformers import accelerate, decode_server, resident_memory
 from segue.integrations.transformers.resident_layers import residence_of
 
@@ -168,10 +168,11 @@ class Played:
             talk.steps(1, self.seed)
 
     def reset(self, talk: Twins, number: int) -> None:
-        talk.both(lambda cache: cache.reset())
-        talk.mask = None
-        if not emptied(talk.theirs):
+        if reset_empties():
+            talk.both(lambda cache: cache.reset())
+        else:
             talk.ours = talk.theirs = None
+        talk.mask = None
         talk.say(self.ids(1, 3 + number))
 
     def recapture(self, talk: Twins, number: int) -> None:

@@ -35,6 +35,7 @@ from segue.integrations.transformers import accelerate, names
 PLACES = ((1, 128), (1, 2048), (1, 16384), (8, 128), (8, 2048), (8, 16384), (32, 128), (32, 2048))  # batch and context
 SMALL, SMALL_PLACES = Shape(2, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=48, vocabulary=61), ((1, 12), (3, 9))
 UNSTEADY = "the reference differs from itself"
+_LONGEST = 2048  # tokens of prompts that run out of graphs; steps follow longer ones all the same
 _GENERATIONS = 3
 _CALLS = 24  # of the model alone
 _FORCED = 200  # tokens
@@ -125,7 +126,7 @@ def measure(
         generations: by each way, of which the median step counts. ``forced``: tokens that errors are measured over.
         progress: gets a line for each step.
     """
-    longest = max(min(n * b, 4096) for b, n in places)
+    longest = max(min(n * b, _LONGEST) for b, n in places)
     ways, missing = _ways(model, device, longest, compile, rivals, progress)
     rows: list[Row] = []
     try:
