@@ -57,6 +57,17 @@ def test_a_model_with_two_decoders_names_both(make: Make) -> None:
         accelerate(model, max_tokens=16, device="emulator" if model.device.type == "cpu" else None)
 
 
+def test_layers_that_are_given_positions_of_another_dtype(device: Device) -> None:
+    model = _model("opt", device)
+    ids, positions = flow_ids(1, 6).to(device.torch_device), torch.arange(6, dtype=torch.int32, device=device.torch_device)[None]
+    with torch.no_grad(), accelerate(model, max_tokens=16, device=device) as handle:
+        for given in (positions.long(), positions, positions.long()):
+            with handle.untouched():
+                want = model(ids, position_ids=given).logits
+            torch.testing.assert_close(model(ids, position_ids=given).logits, want, rtol=1e-4, atol=1e-4)
+        assert handle.stats.reasons == {"layer 0 is given position_ids that isn't in torch.int64": 1}
+
+
 def test_dynamic_rotary_embeddings_are_a_break(make: Make, graphed: Make, ids: Make) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     model = make(rope_parameters=rope, max_position_embeddings=16)

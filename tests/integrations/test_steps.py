@@ -6,14 +6,20 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from integrations import families
 from integrations.twins import Twins, cache_of, cached, close, declined, full, held, reset_empties
 from property.budget import NIGHTLY
+from segue.devices import Device
+from segue.integrations.transformers import accelerate
 
 Start = Callable[..., Any]
 _FAMILIES = ("qwen3", "llama", "gemma2", "qwen3_moe", "mistral", "gpt2")
@@ -240,6 +246,15 @@ def test_positions_are_those_that_are_given(family: str, start: Start, said: Cal
     assert full(handle) > 10 and not handle.stats.declined and not handle.stats.eager
 
 
+def test_positions_between_whole_numbers_run_untouched(start: Start, said: Callable[..., Tensor]) -> None:
+    handle = start()
+    talk = Twins(handle)
+    for _ in range(2):
+        talk.say(said(2, 3), position_ids=torch.tensor([[0.5, 1.0, 1.5]], device=handle.device))
+    talk.steps(1, position_ids=torch.tensor([[2.5]], device=handle.device))
+    assert handle.stats.reasons == {"position_ids that are no whole numbers": 3}
+
+
 def test_a_batch_of_another_size_than_the_caches_is_the_models_error(start: Start, said: Callable[..., Tensor]) -> None:
     handle = start()
     talk = Twins(handle)
@@ -304,6 +319,46 @@ def test_what_a_step_can_not_be_asked_for_is_served_otherwise(start: Start, said
             talk.check()
             talk.steps(2, 3)
     assert full(handle) > 6 and not handle.stats.eager
+    assert handle.stats.declined == {"a step that asks for something else than one row of logits": 3}
+
+
+@pytest.mark.parametrize("served", ["head", "base"])
+@pytest.mark.parametrize("change", ["function", "backend"])
+def test_attention_that_changes_between_steps(
+    served: str, change: str, device: Device, said: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = families.FAMILIES["qwen3"].make().to(device.torch_device)
+    model, own = model if served == "head" else model.model, F.scaled_dot_product_attention
+    with accelerate(model, max_tokens=64, device=device) as handle, torch.no_grad():
+        cache = model(said(), use_cache=True).past_key_values
+        for ids in said(1, 4).split(1, 1):
+            model(ids, **cached(handle, cache))
+        for turn in range(2):
+            theirs, before = copy.deepcopy(cache), full(handle)
+            with monkeypatch.context() as m, sdpa_kernel([SDPBackend.MATH]) if change == "backend" else nullcontext():
+                if change == "function":
+                    m.setattr(F, "scaled_dot_product_attention", lambda *a, **given: 2 * own(*a, **given))
+                with handle.untouched():
+                    want = model(said(1, 1, turn), **cached(handle, theirs))[0]
+                close(model(said(1, 1, turn), **cached(handle, cache))[0], want)
+            counted = declined(handle, "another attention function") + handle.stats.eager
+            assert counted == turn + 1 and full(handle) == before
+            model(said(1, 1), **cached(handle, cache))
+            assert full(handle) == before + 1
+
+
+def test_a_hook_between_model_and_decoder_is_heard_and_counted(start: Start, said: Callable[..., Tensor]) -> None:
+    handle = start()
+    talk = Twins(handle)
+    talk.say(said())
+    talk.steps(3)
+    before, heard = full(handle), []
+    hook = handle.get_output_embeddings().register_forward_hook(lambda *given: heard.append(1))
+    talk.steps(2)
+    assert declined(handle, "runs around the decoder") == 2 and full(handle) == before and len(heard) == 4
+    hook.remove()
+    talk.steps(2)
+    assert full(handle) == before + 2
 
 
 def test_gradients_are_recorded_where_they_are_wanted(start: Start, said: Callable[..., Tensor]) -> None:

@@ -149,4 +149,6 @@ def _shapes(shape: torch.Size, positions: Any) -> str | None:
         return reasons.NO_TOKENS
     if positions is not None and tuple(positions.shape) not in ((1, shape[1]), tuple(shape)):
         return reasons.POSITIONS
+    if positions is not None and positions.is_floating_point():
+        return reasons.FRACTIONS
     return None

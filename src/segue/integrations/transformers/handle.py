@@ -262,7 +262,8 @@ class Accelerated(OneRowHandle):
             return reasons.other_depth(layers, self._layers)
         if (other := self._other_mode()) is not None:
             return other
-        if self._decode is not None and self._head is None and is_step(call) and (hidden := self._step(call)) is not None:
+        step = self._decode is not None and is_step(call)
+        if step and self._head is None and (hidden := self._hidden_of_step(call)) is not None:
             if isinstance(hidden, Reason):
                 return hidden
             return self._output(last_hidden_state=hidden[:, None], **{self._reader.cache_name: call.cache})
@@ -274,6 +275,9 @@ class Accelerated(OneRowHandle):
         replays = run is None and graphs is not None and decision.bucket in graphs.captured
         if not replays and (changed := self._changed()) is not None:
             return self._answer(call) if self._takes_in(changed) else changed
+        if step and run is None and not self._here.breakable_only:
+            self._counters.declined[self._here.declined or reasons.FULL_OUTPUT] += 1
+        self._here.declined = None
         self._compile()
         if call.hidden_states:
             states = self._hidden_states()
@@ -290,6 +294,13 @@ class Accelerated(OneRowHandle):
             return e.reason
         except NotSeen as e:  # before any layer ran
             return reasons.layers_called(str(e))
+
+    def _hidden_of_step(self, call: DecoderCall) -> Tensor | Reason | None:
+        """What :meth:`_step` gives, where attention is what it was."""
+        if self._attention.unchanged():
+            return self._step(call)
+        self._here.declined = reasons.ATTENTION
+        return None
 
     def _graphed(
         self, call: DecoderCall, run: Callable[..., Tensor] | None, decision: Decision | None, reached: list[int] | None = None

@@ -227,12 +227,18 @@ class LayerArguments:
         return value if isinstance(value, _PLAIN) else None
 
     def rows(self, calls: Sequence[Named], batch: int, length: int) -> list[Tensor]:
-        """The inputs of the graphs that this call gives, [B*T, ...] each."""
+        """The inputs of the graphs that this call gives, [B*T, ...] each.
+
+        Raises:
+            NotSeen: one is no tensor, or of another dtype than it was.
+        """
         found = []
-        for at, name, path, axis in self.places:
+        for (at, name, path, axis), dtype in zip(self.places, self.dtypes, strict=True):
             value = calls[at][name]
             for i in path:
                 value = value[i]
+            if not isinstance(value, Tensor) or value.dtype is not dtype:
+                raise NotSeen(f"layer {at} is given {name} that isn't in {dtype}")
             found.append(to_rows(value, axis, batch, length))
         return found
 

@@ -77,27 +77,32 @@ class OneRowHandle(ProvenHandle):
         if isinstance(call, str):
             return None
         if is_step(call):
-            if not self._may_hold_all():
+            if (unlike := self._unlike_whole()) is None and not head.unchanged():
+                if self._any_captured() and (other := head.other_weights()) is not None:
+                    return other
+                unlike = reasons.AROUND
+            if unlike is not None:
+                here.declined = unlike
                 return None
-            if not head.unchanged():
-                return head.other_weights() if self._any_captured() else None
             logits = self._step(call)
             return head.output(logits, call.cache) if isinstance(logits, Tensor) else logits
         first = self._first_tokens
         if here.breakable_only or here.run is not None or first is None or not is_first_token(call, self._layers):
             return None
-        if not self._may_hold_all() or self._implementation.name != "sdpa" or not_causal(self._parts) is not None:
+        if self._unlike_whole() is not None or self._implementation.name != "sdpa" or not_causal(self._parts) is not None:
             return None
         return first.answer(call, self._changed, self._compile)
 
-    def _may_hold_all(self) -> bool:
-        """Whether a graph that holds a whole forward, attention too, does what the modules do now."""
-        return (
-            not (torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()))
-            and self._other_mode() is None
-            and self._attention.unchanged()
-            and self._layers_to_run() == self._layers
-        )
+    def _unlike_whole(self) -> Reason | None:
+        """Why a graph that holds a whole forward, attention too, would not do what the modules do now; None where it would."""
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()):
+            return reasons.GRADIENTS
+        if (other := self._other_mode()) is not None:
+            return other
+        if not self._attention.unchanged():
+            return reasons.ATTENTION
+        layers = self._layers_to_run()
+        return None if layers == self._layers else reasons.other_depth(layers, self._layers)
 
     def _step(self, call: DecoderCall) -> Tensor | Reason | None:
         """Logits [B, V], or hidden states [B, D] where no graph holds the head, of a step of one token by a full graph. None
@@ -114,7 +119,7 @@ class OneRowHandle(ProvenHandle):
         except StateChangedError as e:
             return self._changed() or reasons.changed(e.change, self._decoder)
         if isinstance(out, Reason):
-            self._counters.declined[out] += 1
+            self._here.declined = out
             return None
         return out
 

@@ -22,6 +22,7 @@ INPUTS = Reason("not exactly one of input_ids and inputs_embeds", _AS_THE_MODEL)
 NO_TENSOR = Reason("input_ids, inputs_embeds or position_ids that are no tensor", "Give tensors, as return_tensors='pt' does")
 NO_TOKENS = Reason("no tokens", _AS_THE_MODEL)
 POSITIONS = Reason("position_ids that are not [1 or batch, tokens]", "Leave out position_ids, or give one number a token")
+FRACTIONS = Reason("position_ids that are no whole numbers", "Give position_ids.long(), where they are whole")
 MASK = Reason(
     "an attention_mask that is neither [batch, tokens], nor 4-dimensional, nor a dict of masks",
     "Give a mask [batch, tokens], as tokenizers make it",
@@ -47,6 +48,10 @@ FULL_CACHE = Reason(
     "a cache that can't lie in resident memory", "Give the DynamicCache that the model makes for itself, or a larger StaticCache"
 )
 FULL_CONTEXT = Reason("a sequence of more than max_context tokens", "Raise max_context=")
+FULL_OUTPUT = Reason(
+    "a step that asks for something else than one row of logits",
+    "Call the whole model, with return_dict=True and logits_to_keep=1 or none",
+)
 FULL_MEMORY = Reason("no room in resident memory", "Raise memory_budget=, or let go of caches that are no longer used")
 
 
@@ -56,6 +61,8 @@ def no_full_graph(why: str) -> Reason:
 
 
 # The modules.
+ATTENTION = Reason(f"another attention function or backend than at the start: {_TAKES_IN}", _RECAPTURE)
+AROUND = Reason("something else runs around the decoder, or listens there", "Remove the hook or wrapper: no graph calls it")
 GLOBAL_HOOK = Reason("a forward hook on all modules of torch", "Remove the hook: no graph calls it")
 
 
