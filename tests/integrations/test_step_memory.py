@@ -167,6 +167,16 @@ def test_memory_is_given_back_and_conversations_go_on(end: str, start: Start, sa
     assert (full(handle) > before) is (end != "restore")
 
 
+def test_a_recapture_within_a_reference_goes_on_with_it(start: Start, said: Said) -> None:
+    handle = start()
+    talk = begun(handle, said)
+    with handle.reference():
+        talk.steps(1)
+        handle.recapture()
+        talk.steps(2)
+    assert not handle.stats.eager
+
+
 def test_copies_made_in_another_mode_are_ordinary_tensors(start: Start, said: Said) -> None:
     handle = start()
     talk = begun(handle, said)

@@ -296,6 +296,10 @@ def test_what_a_step_can_not_be_asked_for_is_served_otherwise(start: Start, said
     talk = Twins(handle)
     talk.say(said())
     talk.steps(4)
+    before = full(handle)
+    for seed in range(2):
+        talk.say(said(1, 1, seed).int())
+    assert full(handle) == before + 2
     with torch.no_grad():
         for _ in range(3):
             logits, cache, *_ = handle(said(1, 1, 7), **cached(handle, talk.ours), return_dict=False)
@@ -404,6 +408,39 @@ def test_layers_that_the_user_replaces(start: Start, said: Callable[..., Tensor]
     talk.both(lambda cache: cache.layers[1].values.mul_(0.5))
     talk.steps(2, 4)
     assert full(handle) > 10 and not handle.stats.declined
+
+
+def test_layers_that_the_user_puts_in_another_order(start: Start, said: Callable[..., Tensor]) -> None:
+    handle = start()
+    talk, short = Twins(handle), Twins(handle)
+    for each in (talk, short):
+        each.say(said())
+        each.steps(4)
+    talk.both(lambda cache: cache.layers.reverse())
+    before = full(handle)
+    talk.steps(2)
+    assert full(handle) == before + 2
+    talk.both(lambda cache: cache.layers.__setitem__(1, cache.layers[0]))
+    talk.steps(2)
+    assert declined(handle, "resident memory") == 2 and full(handle) == before + 2
+    short.both(lambda cache: cache.layers.pop())
+    for cache, block in ((short.theirs, handle.untouched()), (short.ours, nullcontext())):
+        with pytest.raises(IndexError), torch.no_grad(), block:
+            handle(said(1, 1), **cached(handle, cache))
+
+
+def test_a_mask_for_another_number_of_sequences_runs_untouched(start: Start, said: Callable[..., Tensor]) -> None:
+    handle = start("gpt2")  # which makes [2, 6] of it
+    talk = Twins(handle)
+    talk.say(said(2, 5))
+    talk.steps(4)
+    mask, ids = torch.ones(1, 12, dtype=torch.long, device=handle.device), said(2, 1, 1)
+    talk.steps(2)
+    with torch.no_grad(), handle.untouched():
+        want = handle.module(ids, attention_mask=mask, **cached(handle, copy.deepcopy(talk.theirs))).logits
+    with torch.no_grad():
+        close(handle.module(ids, attention_mask=mask, **cached(handle, talk.ours)).logits, want)
+    assert any("attention_mask that is neither" in reason for reason in handle.stats.reasons)
 
 
 def test_batches_are_selected_repeated_and_reordered(start: Start, said: Callable[..., Tensor]) -> None:

@@ -151,14 +151,16 @@ class DecodeServer:
         if residence.serial != self._pointed:
             self._state.point_at(residence.memory, residence)
         self._pointed = 0  # until the step is whole
-        assert call.input_ids is not None
-        positions = call.position_ids
+        ids, positions = call.input_ids, call.position_ids
+        assert ids is not None
+        if ids.dtype is not torch.int64:
+            ids = ids.long()
         if positions is None:
-            positions = torch.full((1, 1), residence.length, device=call.input_ids.device)
+            positions = torch.full((1, 1), residence.length, device=ids.device)
         if positions.dtype is not torch.int64:
             positions = positions.long()
         width, alone = width_for(residence.length + 1), batch == 1 and self._batches[0] > 1
-        given = call.input_ids.view(batch), positions.expand(batch, 1).reshape(batch), width, alone
+        given = ids.view(batch), positions.expand(batch, 1).reshape(batch), width, alone
         out = self._run(given, reference)
         if isinstance(out, Reason):
             return out
@@ -245,13 +247,12 @@ class DecodeServer:
         self._strategy.captured = 0
 
     def _residence(self, cache: Any) -> Residence | None:
-        """Where all layers of a cache lie; None if any lies elsewhere."""
+        """Where all layers of a cache lie, in their order; None if any lies elsewhere."""
         layers = cache.layers
         residence = residence_of(layers[0]) if layers else None
         if residence is None or not residence.whole or residence.memory is not self._memory:
             return None
-        where = vars(layers[0])["residence"]
-        if not all(vars(layer).get("residence") is where for layer in layers):
+        if [*map(id, layers)] != residence.ids:
             return None
         return residence if residence.is_current() else None
 

@@ -216,7 +216,10 @@ class Accelerated(OneRowHandle):
         return [owner for owner in (self._decode, first, states, self._runner) if owner is not None]
 
     def _reference(self) -> Callable[..., Any]:
-        return self._runner.reference
+        return self._by_reference
+
+    def _by_reference(self, *args: Any, **kwargs: Any) -> Any:
+        return self._runner.reference(*args, **kwargs)  # of the runner that there is by then, after a recapture too
 
     def _refuse_as_it_is(self) -> None:
         """Raise UsageError if no graph could serve the model as it is now."""
@@ -283,7 +286,7 @@ class Accelerated(OneRowHandle):
             states = self._hidden_states()
             if isinstance(states, Reason):
                 return states
-            if run is not None and run != self._runner.reference:
+            if run is not None and run != self._reference():
                 return reasons.requested_output("output_hidden_states")
             run = states.run if run is None else states.reference
         try:
@@ -309,7 +312,9 @@ class Accelerated(OneRowHandle):
 
         ``run``: None for the runner, in the bucket of ``decision``, by prime where the prompt is fresh.
         """
-        decoder = self._decoder
+        decoder, mask = self._decoder, call.attention_mask
+        if isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) != call.batch:
+            raise RunsUntouched(reasons.MASK)  # which each model makes something else of
         embeds = call.embeds if call.embeds is not None else decoder.get_input_embeddings()(call.input_ids)
         cache = names.new_cache(decoder.config) if call.use_cache and call.cache is None else call.cache
         positions = call.positions(cache, embeds.device)

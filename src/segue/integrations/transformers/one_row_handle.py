@@ -111,7 +111,8 @@ class OneRowHandle(ProvenHandle):
         decode, run = self._decode, self._here.run
         if decode is None or self._here.breakable_only or (run is not None and run != self._reference()):
             return None
-        if not decode.captured and self._changed() is not None:
+        if not decode.captured and (changed := self._changed()) is not None:
+            self._here.declined = changed
             return None
         self._compile()
         try:

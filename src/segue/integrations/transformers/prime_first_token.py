@@ -260,7 +260,7 @@ def is_step(call: DecoderCall) -> bool:
     """Whether a call of a decoder is of one token for each sequence of a cache that holds some."""
     if call.length != 1 or call.hidden_states or call.input_ids is None or call.cache is None:
         return False
-    if call.input_ids.dtype is not torch.int64:
+    if call.input_ids.dtype not in (torch.int64, torch.int32):
         return False
     layers: Any = getattr(call.cache, "layers", None)
     return call.use_cache and call.return_dict and bool(layers) and bool(getattr(layers[0], "is_initialized", False))

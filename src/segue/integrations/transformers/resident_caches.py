@@ -58,7 +58,7 @@ def contents_of(cache: Any, batch: int, windows: list[int], dtype: torch.dtype, 
     """What a cache of ``batch`` sequences holds; None if it can't lie in resident memory. ``device``: its type."""
     static = type(cache) is names.static_cache_type()
     layers: Any = cache.layers if static or type(cache) is names.cache_type() else ()
-    if len(layers) != len(windows) or not all(layer.is_initialized for layer in layers):
+    if len(layers) != len(windows) or len({*map(id, layers)}) != len(layers) or not all(layer.is_initialized for layer in layers):
         return None
     length = _length(layers)
     if length is None:

@@ -146,8 +146,14 @@ def _resident_class(kind: Any) -> type:
 def enter(layers: list[Any], residence: Residence) -> None:
     """Have the layers of a cache lie in ``residence``, which holds what they hold."""
 
+    known = weakref.ref(residence)  # a residence that its layers' references hold would be a cycle
+
     def where() -> Residence:
         return residence
+
+    def end(layer: Any) -> None:
+        if (each := known()) is not None:
+            each.whole = False
 
     if isinstance(residence, StaticResidence):
         residence.count([layer.cumulative_length for layer in layers])
@@ -156,7 +162,8 @@ def enter(layers: list[Any], residence: Residence) -> None:
         kind: Any = type(layer)
         own.update(dict.fromkeys(own.keys() & _HELD), residence=where, at=at, kind=kind)
         layer.__class__ = _resident_class(kind)
-        residence.layers.append(weakref.ref(layer))
+        residence.layers.append(weakref.ref(layer, end))
+        residence.ids.append(id(layer))
 
 
 def move_in(cache: Any, residence: Residence, kept: Sequence[tuple[Tensor, Tensor]], length: int) -> None:

@@ -121,8 +121,8 @@ class Residence:
 
     ``rooms``: all of them, keys and values [batch, room, heads, size] of each layer.
     ``pads``: how many of those are padding, at the left, for each sequence. ``mask``: the mask [B, room] that says so, continued
-    with ones. ``stepped``: when it made its last step, or when its prompt came. ``decodes``: it has made one. ``whole``: no
-    layer has left.
+    with ones. ``stepped``: when it made its last step, or when its prompt came. ``decodes``: it has made one. ``layers``:
+    of the cache, in their order. ``ids``: theirs. ``whole``: they live, and none has left.
     """
 
     sizes: Mapping[str, int] | None = None  # how many rows a static cache's layers show, by kind
@@ -133,6 +133,7 @@ class Residence:
         self.pads: Sequence[int] = (0,) * batch
         self.mask: Tensor | None = None
         self.layers: list[weakref.ref[Any]] = []
+        self.ids: list[int] = []
 
     def shown(self, layer: int) -> slice:
         """The rows that a layer of the cache shows."""
