@@ -15,7 +15,7 @@ from torch import nn
 from segue.errors import no_copy
 from segue.integrations.transformers import handle_report
 from segue.runner import CaptureSummary, Stats
-from segue.runner.reasons import DISABLED, Reason
+from segue.runner.reasons import DISABLED
 from segue.runner.stats import Counters
 
 
@@ -25,7 +25,7 @@ class _Here(threading.local):
     untouched = False
     breakable_only = False
     run: Callable[..., Any] | None = None  # instead of the runner
-    declined: Reason | None = None  # why no full graph makes the step that is being served, which is counted when others do
+    declined: str | None = None  # why no full graph makes the step that is being served, which is counted when others do
 
 
 class Handle(ABC):

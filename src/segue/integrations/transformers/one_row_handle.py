@@ -75,6 +75,7 @@ class OneRowHandle(ProvenHandle):
             return None
         call = head.read(given)
         if isinstance(call, str):
+            here.declined = call
             return None
         if is_step(call):
             if (unlike := self._unlike_whole()) is None and not head.unchanged():
