@@ -200,9 +200,10 @@ class LockStep:
             RankError: another rank refuses its part.
         """
         known, news = self._known, None
-        if own is not None and known.told != (now := (weakref.ref(own.buckets), own.buckets.changes)):
+        if own is not None:  # what others have forgotten, as after recapture(), they are told again
             states = {self._id(slot): state for slot, state in own.buckets.states(_GRAPHS).items()}
-            known.told, news = now, (states, dict(self._left_out))
+            known.told = weakref.ref(own.buckets), own.buckets.changes
+            news = states, dict(self._left_out)
         text = None if error is None else f"{type(error).__name__}: {error}"
         answers = self.group.all((news, reason, text))
         for rank, (theirs, _, _) in enumerate(answers):
