@@ -372,15 +372,16 @@ def _one_reason(place: torch.device, which: str) -> Any:
     def forward(x: Tensor, twice: bool = False) -> Tensor:
         return _sum_over_ranks(x)
 
-    with runner_of(forward, place, group=dist.group.WORLD, **options) as runner:
+    buckets = (4, 8) if which == "buckets" and mine else (4, 8, 16)
+    with runner_of(forward, place, buckets, group=dist.group.WORLD, **options) as runner:
         flags = {"twice": True} if which == "flag" and mine else {}
         if which == "sleep":
             for _ in range(3):
                 runner(_rows(3, 1, place))
             if mine:
                 runner.sleep()
-        for k in (1, 2):
-            assert torch.equal(runner(_rows(3, k, place), **flags), torch.full((3, 2), 14.0 * k, device=place))
+        for k, n in ((1, 3), (2, 12 if which == "buckets" else 3)):
+            assert torch.equal(runner(_rows(n, k, place), **flags), torch.full((n, 2), (2.0 + 4 * n) * k, device=place))
         return dict(runner.stats.reasons)
 
 
@@ -389,6 +390,7 @@ def _one_reason(place: torch.device, which: str) -> Any:
     [
         ("takes", "takes= says that graphs don't serve it"),
         ("flag", "the ranks' calls are of different variants"),
+        ("buckets", "the ranks' calls are of different variants"),
         ("sleep", "asleep"),
     ],
 )

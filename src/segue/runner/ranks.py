@@ -67,7 +67,9 @@ class LockStep:
     def __init__(self, group: RankGroup, admission: Admission, left_out: dict[int, str]) -> None:
         self.group, self._admission, self._left_out = group, admission, left_out
         self._names = list(admission.strategies)
-        self._runner = group.runners
+        a = admission
+        ladders = [None if ladder is None else [*ladder] for ladder in (a.ladder, a.requests, *a.own.values())]
+        self._runner = repr((group.runners, ladders, a.max_padding, self._names))  # the same on all ranks
         group.runners += 1
         self._numbers: dict[Key, int] = {}
         self._known = _Known([{} for _ in range(group.size)])
