@@ -28,6 +28,20 @@ def test_steps_are_measured_and_equal_their_reference(device: Device) -> None:
     assert {row["way"]: row["at most"] for row in result.errors}["segue"] < 1e-5
 
 
+def test_what_was_measured_before_an_error_is_kept(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(steps, "_errors", fail)
+    kept: list[steps.Steps] = []
+    model = load(steps.SMALL, torch.float32, device.torch_device)
+    with pytest.raises(RuntimeError, match="no memory"):
+        steps.measure(
+            model, device, places=((1, 5), (2, 9)), compile=False, rivals=(), generations=1, progress=print, keep=kept.append
+        )
+    assert [{(row["batch"], row["context"]) for row in each.rows} for each in kept[:2]] == [{(1, 5)}, {(1, 5), (2, 9)}]
+
+
 def test_a_wrong_replay_is_said(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "_verdict", lambda way, ids, tokens: None if way.handle is None else "NO")
     assert not _measure(device).right

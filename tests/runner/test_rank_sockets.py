@@ -16,7 +16,7 @@ from segue.runner.rank_sockets import MissingRanks, RankSockets, connected
 
 @pytest.fixture
 def ends() -> Iterator[dict[int, tuple[socket.socket, socket.socket]]]:
-    """The sockets of rank 1 to ranks 0 and 2, and their ends."""
+    """For ranks 0 and 2: the socket that rank 1 has to it, and that one's other end."""
     pairs = {rank: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for rank in (0, 2)}
     yield pairs
     for pair in pairs.values():

@@ -773,7 +773,7 @@ print("alive in graphs:", group() is not None)
 
 
 def test_graphs_let_go_of_a_group_before_python_ends(tmp_path: Path) -> None:
-    """Whoever lets go of it last waits for gloo's threads, which need the GIL for the tensors of their last collective."""
+    """Freeing a group waits for gloo's threads, which need the GIL to free the tensors of their last collective."""
     command = [sys.executable, "-c", _ENDS, str(tmp_path / "rendezvous")]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     assert said.splitlines() == ["alive in graphs: True", "alive at the end: False"]

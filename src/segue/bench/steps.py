@@ -117,6 +117,7 @@ def measure(
     generations: int = _GENERATIONS,
     forced: int = _FORCED,
     progress: Callable[[str], None] = print,
+    keep: Callable[[Steps], None] = lambda so_far: None,
 ) -> Steps:
     """Measure decoding of a transformers model, all ways in turns at each place.
 
@@ -124,28 +125,36 @@ def measure(
         model: a causal language model on ``device``'s place, in eval mode.
         places: batch and tokens of the context. ``compile``: segue with compiled layers too. ``rivals``: beside it.
         generations: by each way, of which the median step counts. ``forced``: tokens that errors are measured over.
-        progress: gets a line for each step.
+        progress: gets a line for each step. ``keep``: gets what there is after each place, since all of it takes minutes.
     """
     longest = max(min(n * b, _LONGEST) for b, n in places)
     ways, missing = _ways(model, device, longest, compile, rivals, progress)
-    rows: list[Row] = []
+    rows, texts, errors = list[Row](), list[Row](), list[Row]()
     try:
         for batch, context in places:
             rows += _place(ways, batch, context, generations, missing, progress)
+            keep(_result(model, rows, texts, errors, missing))
         texts = [] if not device.traits.timing else _texts(model, ways, progress)
+        keep(_result(model, rows, texts, errors, missing))
         errors = _errors(model, ways, forced)
     finally:
         for way in ways:
             if way.handle is not None:
                 way.handle.restore()
-    right = all(row.get("replay = reference") in (None, SAME, UNSTEADY) for row in rows)
+    return _result(model, rows, texts, errors, missing)
+
+
+def _result(
+    model: Any, rows: Sequence[Row], texts: Sequence[Row], errors: Sequence[Row], missing: Sequence[Row]
+) -> Steps:
     notes = (
         f"Random weights, {str(model.dtype).removeprefix('torch.')}. Medians; all ways in turns at each place. *call*: the model "
         "alone, for one token more, from an idle device to an idle device. *breakable*: the same handle without full graphs. "
         "*full*: steps that full graphs made, of all. *replay = reference*: tokens of generate() against the same functions "
         f"without graphs; {UNSTEADY!r} where those give other tokens from time to time.",
     )
-    return Steps(rows=rows, texts=texts, errors=errors, missing=missing, right=right, notes=notes)
+    right = all(row.get("replay = reference") in (None, SAME, UNSTEADY) for row in rows)
+    return Steps(rows=[*rows], texts=texts, errors=errors, missing=[*missing], right=right, notes=notes)
 
 
 def _ways(
@@ -169,12 +178,10 @@ def _ways(
     return ways, missing
 
 
-def _place(
-    ways: Sequence[_Way], batch: int, context: int, generations: int, missing: list[Row], progress: Callable[[str], None]
-) -> list[Row]:
-    ids = FreshPrompt(ways[0].model, context, calls=0, batch=batch).ids
+def _warm_up(ways: Sequence[_Way], ids: Tensor, where: str, missing: list[Row]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Generate twice by each way: its tokens, and the seconds of both. A rival that fails is added to ``missing`` instead."""
     tokens: dict[str, Tensor] = {}
-    started: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for way in ways:
         begin = time.perf_counter()
         try:
@@ -183,12 +190,19 @@ def _place(
         except Exception as e:
             if not way.rival:
                 raise
-            missing.append({"rival": way.name, "where": f"batch {batch}, context {context}", "reason": reason(e)})
-            tokens.pop(way.name, None)
+            missing.append({"rival": way.name, "where": where, "reason": reason(e)})
             continue
         timing.synchronize()
-        started[way.name] = time.perf_counter() - begin
-    there = [way for way in ways if way.name in tokens]
+        seconds[way.name] = time.perf_counter() - begin
+    return tokens, seconds
+
+
+def _place(
+    ways: Sequence[_Way], batch: int, context: int, generations: int, missing: list[Row], progress: Callable[[str], None]
+) -> list[Row]:
+    ids = FreshPrompt(ways[0].model, context, calls=0, batch=batch).ids
+    tokens, started = _warm_up(ways, ids, f"batch {batch}, context {context}", missing)
+    there = [way for way in ways if way.name in started]
     taken: dict[str, list[float]] = {way.name: [] for way in there}
     full = {way.name: 0 for way in there}
     for _ in range(generations):
@@ -197,7 +211,8 @@ def _place(
             taken[way.name].append(way.generate(ids)[0])
             full[way.name] += _full(way) - before
     alone = {way.name: way.call(ids, _CALLS) for way in there}
-    progress(f"batch {batch}, context {context}")
+    steps = (f"{way.name} {statistics.median(taken[way.name]) * 1e3:.2f}" for way in there)
+    progress(f"batch {batch}, context {context}, ms a step: {', '.join(steps)}")
     return [
         {
             "batch": batch,
@@ -248,7 +263,7 @@ def _texts(model: Any, ways: Sequence[_Way], progress: Callable[[str], None]) ->
         warm = way.seconds + time.perf_counter() - begin
         seconds = min(timing.wall(partial(way.generate, ids, new)) for _ in range(2))
         rows.append({"way": way.name, "seconds": seconds, "warm-up s": warm})
-        progress(f"a text by {way.name}")
+        progress(f"a text by {way.name}: {seconds:.2f} s")
     return rows
 
 

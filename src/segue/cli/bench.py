@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from segue.bench.result import BenchResult
 
 app = typer.Typer(
-    help="Measure, on a CUDA device.",
+    help="Measure, on a CUDA device. Without one most say only whether replays are right; ranks needs none.",
     epilog=examples("segue bench ttft -h", "segue bench breaks -f breaks.md"),
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
 Out = Annotated[Path | None, typer.Option("-f", "--out", help="Write the Markdown here too.")]
-Lengths = Annotated[list[int] | None, typer.Option("-n", "--tokens", help="A prompt length; repeatable.")]
+Lengths = Annotated[list[int] | None, typer.Option("-n", "--tokens", help="A length in tokens; repeatable.")]
 Buckets = Annotated[list[int] | None, typer.Option("-b", "--bucket", help="Rows of a bucket; repeatable.")]
 Times = Annotated[int, typer.Option(min=1, help="Measurements of each, of which the median counts.")]
 Rounds = Annotated[int, typer.Option("--times", min=2, help="Rounds; in each of them everything is measured once.")]
@@ -246,7 +246,10 @@ def steps(
     if device.traits.timing:
         model = load("0.6B", torch.bfloat16, device.torch_device)
         against = DECODE_RIVALS if rivals else ()
-        result = measure(model, device, places=chosen or PLACES, compile=compile, rivals=against, progress=log.print)
+        result = measure(
+            model, device, places=chosen or PLACES, compile=compile, rivals=against, progress=log.print,
+            keep=lambda so_far: None if out is None else _save(so_far, out),
+        )  # fmt: skip
     else:
         model = load(SMALL, torch.float32, device.torch_device)
         small = chosen or SMALL_PLACES
@@ -335,16 +338,23 @@ def _rivals(names: str) -> list[str]:
     return given
 
 
+def _text(result: BenchResult) -> str:
+    parts = [f"{name}:\n\n{table(rows)}" for name, rows in result.tables.items() if rows]
+    return "\n\n".join([f"# {result.title}", environment.provenance(), *result.notes, *parts]) + "\n"
+
+
+def _save(result: BenchResult, out: Path) -> None:
+    with whole_file(out) as unfinished:
+        unfinished.write_text(_text(result))
+
+
 def _publish(result: BenchResult, out: Path | None, form: Format) -> None:
     """Write a result's tables; leave with 1 if a replay was wrong."""
-    where = environment.provenance()
-    parts = [f"{name}:\n\n{table(rows)}" for name, rows in result.tables.items() if rows]
-    text = "\n\n".join([f"# {result.title}", where, *result.notes, *parts]) + "\n"
     rows = [{"table": name, **row} for name, rows in result.tables.items() for row in rows]
-    sys.stdout.write(text if form is Format.MD else render(rows, form, [where, *result.notes]))
+    where = [environment.provenance(), *result.notes]
+    sys.stdout.write(_text(result) if form is Format.MD else render(rows, form, where))
     if out is not None:
-        with whole_file(out) as unfinished:
-            unfinished.write_text(text)
+        _save(result, out)
         log.print(f"written to {out}")
     if not result.right:
         log.print("a replay differs from its reference: see the table")
