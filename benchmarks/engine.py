@@ -105,8 +105,10 @@ def main(*arguments: str) -> int:
                 failed[name] = f"{type(e).__name__}: {e}".splitlines()[0]
                 continue
             synchronize()
+            taken = time.perf_counter() - start
+            print(f"{name}, turn {turn}: {NEW * len(prompts) / taken:.0f} tokens a second", file=sys.stderr, flush=True)
             if turn > 1:  # before, they warm up
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(taken)
     plain = tokens["the engine, plain"]
     rows = [
         {

@@ -12,9 +12,13 @@ name=$("$python" -c 'import torch; print(torch.cuda.get_device_name().lower().re
 status=0
 if [ $# -eq 0 ]; then
   "$python" -m pytest -q -m cuda -p no:cacheprovider tests || status=1
-  set -- breaks runner memory ttft prime growth kinds encoder
+  set -- breaks runner memory ttft prime growth kinds steps encoder ranks engine
 fi
 for bench in "$@"; do
-  "$python" -m segue bench "$bench" -f "$folder/$name-$bench.md" || status=1
+  if [ "$bench" = engine ]; then
+    "$python" benchmarks/engine.py "$folder/$name-engine.md" || status=1
+  else
+    "$python" -m segue bench "$bench" -f "$folder/$name-$bench.md" || status=1
+  fi
 done
 exit $status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,7 @@ import segue
 from architecture import violations
 
 SOURCE = Path(segue.__file__).parent
+DESIGN = Path(__file__).parents[1] / "DESIGN.md"
 
 
 def test_data_goes_one_way_and_nobody_takes_what_is_private_to_others() -> None:
@@ -51,3 +53,12 @@ def test_one_name_is_one_thing() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, count in names.items() if count > 1] == []
+
+
+@pytest.mark.skipif(not DESIGN.exists(), reason="tests run outside a checkout")
+def test_designs_table_has_every_file() -> None:
+    table = DESIGN.read_text("utf-8").partition("| layer (")[2].partition("\n\n")[0]
+    named = set(re.findall(r"`(\w+\.py)`", table))
+    assert named <= {path.name for path in SOURCE.rglob("*.py")}
+    layers = ("devices", "capture", "runner", "prime", "integrations")
+    assert {path.name for layer in layers for path in (SOURCE / layer).rglob("*.py")} - {"__init__.py"} <= named

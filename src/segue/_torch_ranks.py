@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,6 +14,7 @@ from torch import Tensor
 from segue._torch import inference_guard
 from segue.errors import UsageError
 
+_BLOCK = 16  # values that ranks send each other before they know that they send as many
 _NO_TALK = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
 
 
@@ -86,10 +88,15 @@ def group_seconds(group: Any) -> float:
 
 
 def gloo_group(group: Any, seconds: float) -> Any:
-    """A new gloo group of the ranks of ``group``, which all of them make together. ``seconds``: how long they wait."""
-    ranks = torch.distributed.get_process_group_ranks(group)
-    limit = timedelta(seconds=seconds)
-    return torch.distributed.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
+    """A new gloo group of the ranks of ``group``, which all of them make together. ``seconds``: how long they wait.
+
+    torch doesn't know it. What torch calls a group depends on how many others each rank has, and torch keeps it for ever.
+    """
+    distributed: Any = torch.distributed
+    _, store = distributed.distributed_c10d._world.pg_map[group]
+    made = store.add(f"segue/{group.rank()}", 1)  # by this rank; the others have made as many
+    own = distributed.PrefixStore(f"segue/{made}", store)
+    return distributed.ProcessGroupGloo(own, group.rank(), group.size(), timedelta(seconds=seconds))
 
 
 def registered_memory(group: Any, place: torch.device) -> torch.cuda.MemPool:
@@ -118,35 +125,50 @@ def registered_memory(group: Any, place: torch.device) -> torch.cuda.MemPool:
     return memory
 
 
-def values_of_ranks(gloo: Any) -> Callable[[Sequence[int], set[int]], list[list[int]]]:
-    """A function that gives the values of each rank, by rank, of which each gives as many. torch's own all-reduce of a few
-    numbers takes twice as long, since gloo's goes round a ring and back.
+def values_of_ranks(gloo: Any) -> Callable[[Sequence[int], set[int]], list[list[int] | None]]:
+    """A function that gives the values of each rank, by rank; None for a rank that gives another number of values. torch's own
+    all-reduce of a few numbers takes twice as long, since gloo's goes round a ring and back.
 
     If it raises, it has put into its second argument the ranks whose values have arrived.
     """
-    asked, size, calls = torch._C._distributed_c10d.AllToAllOptions(), gloo.size(), 0
+    size, calls = gloo.size(), 0
 
-    def values(mine: Sequence[int], arrived: set[int]) -> list[list[int]]:
+    def values(mine: Sequence[int], arrived: set[int]) -> list[list[int] | None]:
         nonlocal calls
         calls += 1
+        head = [calls, len(mine)]
+        row = [*head, *mine, *[0] * (_BLOCK - 2 - len(mine))]
         with inference_guard(True):
-            row = [calls, *mine]
-            numbers = torch.tensor(row * size, dtype=torch.int64, device="cpu")
-            found = torch.zeros_like(numbers)
-            rows = found.view(size, -1)
+            found = torch.zeros(size, _BLOCK, dtype=torch.int64, device="cpu")
             try:
-                gloo.alltoall_base(found, numbers, [], [], asked).wait()
+                _exchange(gloo, row[:_BLOCK], found)
             except Exception:
-                arrived.update(rank for rank, theirs in enumerate(rows.tolist()) if theirs[0] == calls)
+                arrived.update(rank for rank, theirs in enumerate(found.tolist()) if theirs[0] == calls)
                 raise
-            return [theirs[1:] for theirs in rows.tolist()]
+            rows: list[list[int]] = found.tolist()
+            alike = [theirs[:2] == head for theirs in rows]
+            if len(row) > _BLOCK and all(alike):
+                found = torch.zeros(size, len(row) - _BLOCK, dtype=torch.int64, device="cpu")
+                _exchange(gloo, row[_BLOCK:], found)
+                rows = [[*first, *rest] for first, rest in zip(rows, found.tolist(), strict=True)]
+        return [theirs[2 : 2 + len(mine)] if same else None for theirs, same in zip(rows, alike, strict=True)]
 
     return values
 
 
 def objects_of_ranks(gloo: Any, value: Any) -> list[Any]:
     """What each rank gives, by rank. It is pickled."""
-    given: list[Any] = [None] * gloo.size()
-    with inference_guard(False):
-        torch.distributed.all_gather_object(given, value, group=gloo)
-    return given
+    mine = pickle.dumps(value)
+    with inference_guard(True):
+        sizes = torch.zeros(gloo.size(), 1, dtype=torch.int64, device="cpu")
+        _exchange(gloo, [len(mine)], sizes)
+        longest = int(sizes.max())
+        found = torch.zeros(gloo.size(), longest, dtype=torch.uint8, device="cpu")
+        _exchange(gloo, list(mine.ljust(longest)), found)
+        return [pickle.loads(bytes(theirs[:size])) for theirs, (size,) in zip(found.tolist(), sizes.tolist(), strict=True)]
+
+
+def _exchange(gloo: Any, row: list[int], found: Tensor) -> None:
+    """Put the row of each rank into ``found`` [ranks, n]. Rows of different sizes end gloo's process."""
+    given = torch.tensor(row * gloo.size(), dtype=found.dtype, device="cpu").view_as(found)
+    gloo.alltoall_base(found, given, [], [], torch._C._distributed_c10d.AllToAllOptions()).wait()

@@ -85,7 +85,7 @@ class RankError(SegueError):
     """The ranks of a runner's ``group=`` can't agree on a call: one didn't come in time, or refused its part.
 
     What to do: make each call on every rank, one without work with 0 rows. If a rank refused its part, its own error says why;
-    nothing of the call has run on any.
+    nothing of the call has run on any. If one didn't come, make a new group and runner on all ranks.
     """
 
 

@@ -39,6 +39,19 @@ def test_results_without_storage_pass() -> None:
     assert dense.diagonal().tolist() == [4.0] * 3
 
 
+@pytest.mark.usefixtures("inference")
+def test_what_a_forward_has_just_put_into_pinned_memory_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph on another device reads it at each replay, while it reads any other number of the host's once."""
+    watching, _ = _watching()
+    watching.pool.device = SimpleNamespace(torch_device=torch.device("meta"))
+    with watching:
+        torch.tensor([1.0, 2.0])
+        assert not watching.externals
+        monkeypatch.setattr(Tensor, "is_pinned", lambda t: True)
+        pinned = torch.tensor([1.0, 2.0])
+    assert [e.tensor.data_ptr() for e in watching.externals.values()] == [pinned.data_ptr()]
+
+
 def test_a_watch_that_was_left_goes_with_its_capture() -> None:
     watching, recording = _watching()
     recording.reenter = watching

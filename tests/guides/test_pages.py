@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import types
@@ -106,3 +107,11 @@ def test_links_lead_somewhere(page: Path) -> None:
         if page.parent == ROOT / "docs":
             assert target.is_relative_to(ROOT / "docs"), f"{page.name}: {link} is not on the site"
         assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_every_bench_is_run_and_described() -> None:
+    command: Any = typer.main.get_command(app)
+    benches = {*command.commands["bench"].commands, "engine"} - {"plots"}  # plots draws what is there
+    (script,) = re.findall(r"^ +set -- (.+)$", (ROOT / "benchmarks" / "run.sh").read_text(), re.MULTILINE)
+    described = re.findall(r"^\| `(\w+)` \|", (ROOT / "benchmarks" / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert set(script.split()) == benches == set(described)

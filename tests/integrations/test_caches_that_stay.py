@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from integrations.twins import Twins, declined, full, held
+from integrations.twins import Twins, declined, full, held, memory_of, poison
 from segue import _torch
 from segue.integrations.transformers import decode_server, resident_memory
 from segue.integrations.transformers.resident_layers import leave_all, residence_of
@@ -37,13 +37,9 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences with 16 rows, in memory of 64."""
+    """Resident memory begins with 64 rows, and each sequence gets room for 16 tokens more."""
     monkeypatch.setattr(resident_memory, "_LEAST_ROOM", 16)
     monkeypatch.setattr(decode_server, "_LEAST_ROWS", 64)
-
-
-def memory_of(handle: Any) -> Any:
-    return handle._decode._memory
 
 
 def lies_there(talk: Twins) -> bool:
@@ -53,21 +49,12 @@ def lies_there(talk: Twins) -> bool:
 
 
 def warmed(handle: Any, said: Said, *batches: int) -> None:
-    """Have prompts of 11 tokens, of so many sequences each, captured, and their steps."""
+    """Capture prompts of 11 tokens in these batch sizes, and the steps after them."""
     for batch in batches:
         for seed in range(2):
             talk = Twins(handle)
             talk.say(said(batch, 11, seed))
             talk.steps(2, seed)
-
-
-def poison(handle: Any) -> None:
-    """Leave nothing in free memory that could be taken for numbers."""
-    memory = memory_of(handle)
-    assert not memory.residences
-    for t in memory._owned:
-        t[: memory.rows].fill_(float("nan"))
-    handle.runner.prepare().recorder.pool.poison()
 
 
 def padding(ids: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation import CompileConfig
 
 from integrations.test_steps import flow, padded
-from integrations.twins import Twins, cached, close, declined, full, held
+from integrations.twins import Twins, cached, close, declined, full, held, poison
 from segue.integrations.transformers import decode_body, decode_server
 from segue.integrations.transformers.resident_layers import residence_of
 
@@ -33,7 +33,7 @@ def twins(handle: Any, rows: int = _ROWS) -> Twins:
 
 
 def begun(handle: Any, said: Said, batch: int = 1, length: int = 5, seed: int = 0, rows: int = _ROWS) -> Twins:
-    """A conversation that has decoded."""
+    """A conversation after a prompt and two steps."""
     talk = twins(handle, rows)
     talk.say(said(batch, length, seed))
     talk.steps(2, seed)
@@ -41,7 +41,7 @@ def begun(handle: Any, said: Said, batch: int = 1, length: int = 5, seed: int = 
 
 
 def lies(talk: Twins) -> Any:
-    """Where the cache lies."""
+    """The run of resident memory in which the cache lies; None if it lies elsewhere."""
     return residence_of(talk.ours.layers[0])
 
 
@@ -108,7 +108,7 @@ def test_a_mask_of_more_than_padding_goes_breakable(start: Start, said: Said) ->
 
 
 def _alone(talk: Twins, ids: Tensor, mask: Any) -> None:
-    """A step of copies."""
+    """Take the step on copies of both caches: the conversation itself stays where it is."""
     talk.copied().say(ids, attention_mask=mask)
 
 
@@ -348,15 +348,11 @@ def test_modes_change_between_steps(start: Start, said: Said) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-def test_what_others_have_left_is_never_seen(family: str, start: Start, said: Said) -> None:
+def test_what_earlier_caches_left_is_never_read(family: str, start: Start, said: Said) -> None:
     handle = start(family)
     for batch, length in ((2, 30), (1, 11), (3, 3)):
         begun(handle, said, batch, length)
-    memory = handle._decode._memory
-    assert not memory.residences
-    for t in memory._owned:
-        t[: memory.rows].fill_(float("nan"))
-    handle.runner.prepare().recorder.pool.poison()
+    poison(handle)
     for batch, length in ((3, 11), (1, 4), (2, 30)):
         talk = begun(handle, said, batch, length)
         talk.steps(4)

@@ -36,7 +36,7 @@ def padded(ids: Tensor) -> dict[str, Tensor]:
 
 
 def flow(name: str, said: Callable[..., Tensor], seed: int = 0) -> dict[str, Any]:
-    """What ``generate`` is asked for, with prompts of a length of their own for each ``seed``."""
+    """What ``generate`` is asked for, with prompts whose length goes by ``seed``."""
     length = 8 + (3 + 5 * seed) % 17
     prompt = {"input_ids": said(1, length, seed), "attention_mask": torch.ones_like(said(1, length))}
     return {

@@ -36,6 +36,20 @@ def held(cache: Any) -> list[tuple[int, Tensor, Tensor]]:
     return [(layer.get_seq_length(), layer.keys, layer.values) for layer in cache.layers]
 
 
+def memory_of(handle: Any) -> Any:
+    """The resident memory of a handle's steps."""
+    return handle._decode._memory
+
+
+def poison(handle: Any) -> None:
+    """Fill resident memory, in which no cache lies, and the free memory of the pool with NaN."""
+    memory = memory_of(handle)
+    assert not memory.residences
+    for t in memory._owned:
+        t[: memory.rows].fill_(float("nan"))
+    handle.runner.prepare().recorder.pool.poison()
+
+
 @functools.cache
 def reset_empties() -> bool:
     """Whether reset() of a growing cache drops its rows. Older releases zero them, and can't go on with another batch."""

@@ -25,14 +25,14 @@ def ranks(request: pytest.FixtureRequest) -> Any:
 
 
 def _summed(y: Tensor) -> Tensor:
-    """``y``, as often as there are ranks: a collective whose result doesn't depend on the others' rows."""
+    """``y`` times the number of ranks, which a collective gives: so the result doesn't depend on the others' rows."""
     ones = torch.ones(1, device=y.device)
     dist.all_reduce(ones)
     return y * ones
 
 
 class _Trunk(tiny_trunk.Dense):
-    """A trunk whose ranks talk to each other in the graph."""
+    """A trunk with a collective in its graph."""
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, cache: Any) -> Tensor:
         return _summed(super().forward(x, cu_seqlens, cache))

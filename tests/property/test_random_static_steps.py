@@ -68,7 +68,7 @@ def test_random_operations_between_steps_on_static_caches_on_cuda(family: str, d
     _play(family, does, "cuda")
 
 
-def test_the_plays_are_of_full_graphs() -> None:
+def test_the_steps_between_operations_are_full_graphs() -> None:
     does = tuple(Do(what, 0, 4) for what in ("steps", "new", "steps", "deepcopy", "steps", "drop", "steps"))
     for family in MODELS:
         handle: Any = handle_of(family, "emulator", _MEMORY)

@@ -215,7 +215,7 @@ def test_random_operations_between_steps_on_cuda(family: str, does: tuple[Do, ..
     _play(family, does, "cuda")
 
 
-def test_the_plays_are_of_full_graphs() -> None:
+def test_the_steps_between_operations_are_full_graphs() -> None:
     does = tuple(Do(what, 0, 4) for what in ("steps", "new", "steps", "deepcopy", "steps", "drop", "steps"))
     before = {family: full(handle_of(family, "emulator")) for family in MODELS}
     for family in MODELS:

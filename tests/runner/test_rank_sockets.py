@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import struct
 import time
@@ -14,7 +16,7 @@ from segue.runner.rank_sockets import MissingRanks, RankSockets, connected
 
 @pytest.fixture
 def ends() -> Iterator[dict[int, tuple[socket.socket, socket.socket]]]:
-    """The sockets of rank 1 to ranks 0 and 2, and their ends."""
+    """For ranks 0 and 2: the socket that rank 1 has to it, and that one's other end."""
     pairs = {rank: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for rank in (0, 2)}
     yield pairs
     for pair in pairs.values():
@@ -63,6 +65,29 @@ def test_only_the_rank_that_took_no_part_is_named(ends, does, why) -> None:  # t
     with pytest.raises(MissingRanks) as error:
         sockets.values([5])
     assert str(error.value) == why and time.monotonic() - start < 1
+
+
+def test_no_rank_goes_on_if_one_came_too_late_for_another(ends: dict[int, tuple[socket.socket, socket.socket]]) -> None:
+    say(ends[0][1], 1, 9, ago=0.15)  # in time for this one, and longer before rank 2 than any waits
+    say(ends[2][1], 1, 9, ago=-0.1)
+    with pytest.raises(MissingRanks, match=r"^rank 2 came too late for rank 0$"):
+        sockets_of(ends).values([5])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_child_doesnt_hide_that_its_rank_is_gone(ends: dict[int, tuple[socket.socket, socket.socket]]) -> None:
+    sockets = sockets_of(ends)
+    child = os.fork()
+    if not child:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        sockets.close()
+        ends[0][1].settimeout(5)
+        assert ends[0][1].recv(8) == b""
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_all_ranks_wait_the_stated_time_together(ends: dict[int, tuple[socket.socket, socket.socket]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import time
@@ -313,6 +314,32 @@ def test_nobody_waits_for_a_rank_whose_capture_raises(ranks: TwoRanks, ahead: bo
     assert ranks(_one_capture_raises, ahead) == [(on_the_other, reasons), ("CaptureError", reasons)]
 
 
+def _captured_at_the_second_attempt(place: torch.device, ahead: bool, on_failure: Any, mended: Path) -> Any:
+    def forward(x: Tensor) -> Tensor:
+        return _sum_over_ranks(x) if os.path.exists(mended) else _fails_on_rank_1(x)
+
+    with runner_of(forward, place, group=dist.group.WORLD, on_failure=on_failure) as runner:
+        try:
+            if ahead:
+                runner.capture(_rows(3, 1, place))
+            else:
+                for k in (1, 2):
+                    runner(_rows(3, k, place))
+        except segue.SegueError as e:
+            assert on_failure == "raise", e
+        mended.touch()
+        runner.capture(_rows(3, 1, place))
+        for n in (3, 7):
+            assert torch.equal(runner(_rows(n, 2, place)), torch.full((n, 2), 4.0 + 8.0 * n, device=place))
+        return runner.stats.buckets, runner.stats.replayed, runner.admit(3).bucket
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "eager"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["lazily", "ahead"])
+def test_all_ranks_capture_again_what_one_could_not(ranks: TwoRanks, ahead: bool, on_failure: str, tmp_path: Path) -> None:
+    assert ranks(_captured_at_the_second_attempt, ahead, on_failure, tmp_path / "mended") == [((4, 8), 2, 4)] * 2
+
+
 def _fails_after_a_collective(x: Tensor) -> Tensor:
     y = x * 2
     dist.all_reduce(y)
@@ -345,15 +372,16 @@ def _one_reason(place: torch.device, which: str) -> Any:
     def forward(x: Tensor, twice: bool = False) -> Tensor:
         return _sum_over_ranks(x)
 
-    with runner_of(forward, place, group=dist.group.WORLD, **options) as runner:
+    buckets = (4, 8) if which == "buckets" and mine else (4, 8, 16)
+    with runner_of(forward, place, buckets, group=dist.group.WORLD, **options) as runner:
         flags = {"twice": True} if which == "flag" and mine else {}
         if which == "sleep":
             for _ in range(3):
                 runner(_rows(3, 1, place))
             if mine:
                 runner.sleep()
-        for k in (1, 2):
-            assert torch.equal(runner(_rows(3, k, place), **flags), torch.full((3, 2), 14.0 * k, device=place))
+        for k, n in ((1, 3), (2, 12 if which == "buckets" else 3)):
+            assert torch.equal(runner(_rows(n, k, place), **flags), torch.full((n, 2), (2.0 + 4 * n) * k, device=place))
         return dict(runner.stats.reasons)
 
 
@@ -362,6 +390,7 @@ def _one_reason(place: torch.device, which: str) -> Any:
     [
         ("takes", "takes= says that graphs don't serve it"),
         ("flag", "the ranks' calls are of different variants"),
+        ("buckets", "the ranks' calls are of different variants"),
         ("sleep", "asleep"),
     ],
 )
@@ -399,6 +428,21 @@ def test_ranks_keep_to_the_smallest_budget_of_any(ranks: TwoRanks, other: int | 
         assert ranks(_budgets, budgets) == [([4, 8], (4, 8), {"memory_budget": 1})] * 2
     assert ranks(_budgets, [2**32, other]) == [([4, 8, 1024], (4, 8, 1024), {})] * 2
     assert ranks(_budgets, [other, 100]) == ["memory_budget=0.0 MiB is too small for one bucket"] * 2
+
+
+def _one_forgets(place: torch.device) -> Any:
+    budget = 16 << 20 if dist.get_rank() == 0 else None
+    with runner_of(_wide, place, (256, 512, 4096), group=dist.group.WORLD, memory_budget=budget) as runner:
+        runner.capture(_rows(3, 1, place))
+        runner(_rows(3, 1, place))
+        if dist.get_rank() == 1:
+            runner.recapture()
+        assert torch.equal(runner(_rows(4000, 2, place)), torch.full((4000, 2), 4.0 + 8 * 4000, device=place))
+        return dict(runner.stats.reasons)
+
+
+def test_a_rank_that_begins_anew_is_told_what_the_others_left_out(ranks: TwoRanks) -> None:
+    assert ranks(_one_forgets) == [{"memory_budget": 1}] * 2
 
 
 def _one_refuses(place: torch.device) -> Any:
@@ -515,12 +559,67 @@ def _over_both(place: torch.device) -> Any:
         group = rank_group.RankGroup(dist.group.WORLD, 1, sockets)
         assert (group._sockets is not None) is sockets
         found.append([group.largest([k, -k, -(2**62) * mine, 5 - 10 * mine]) for k in (mine, 7 * mine, 1 - mine)])
+        assert group.largest([mine * k for k in range(100)]) == [*range(100)]
+        assert group.all({"rank": "x" * mine}) == [{"rank": ""}, {"rank": "x"}]
     return found
 
 
 def test_ranks_of_one_host_and_of_several_tell_each_other_the_same(ranks: TwoRanks) -> None:
     want = [[1, 0, 0, 5], [7, 0, 0, 5], [1, 0, 0, 5]]
     assert ranks(_over_both) == [[want, want]] * 2
+
+
+def _at_another_call(place: torch.device, sockets: bool) -> None:
+    group = rank_group.RankGroup(dist.group.WORLD, 5, sockets)
+    with pytest.raises(segue.RankError, match=f"and rank {1 - dist.get_rank()} is at another call"):
+        group.largest([1] * (1 + 12 * dist.get_rank()))
+
+
+@pytest.mark.parametrize("sockets", [True, False], ids=["one host", "several hosts"])
+def test_a_rank_at_another_call_is_named(ranks: TwoRanks, sockets: bool) -> None:
+    ranks(_at_another_call, sockets)
+
+
+def _only_one_makes_a_runner(place: torch.device) -> None:
+    group = dist.new_group(backend="gloo")
+    if dist.get_rank() == 0:
+        with pytest.raises(segue.RankError, match="rank 0 of 2 waited up to 1 s for the others to make a runner, and not all"):
+            runner_of(_sum_over_ranks, place, group=group, group_timeout=1)
+
+
+def test_a_rank_that_makes_no_runner_is_an_error(ranks: TwoRanks) -> None:
+    ranks(_only_one_makes_a_runner)
+
+
+def _groups_of_one_alone(place: torch.device) -> Any:
+    alone = dist.new_group([0], backend="gloo", use_local_synchronization=True)
+    group = dist.new_group([0, 1], backend="gloo", use_local_synchronization=False)
+    with runner_of(_sum_over_ranks, place, group=group, group_timeout=5) as runner:
+        given = runner(_rows(3, 1, place))
+    dist.destroy_process_group(group)
+    if dist.get_rank() == 0:
+        dist.destroy_process_group(alone)
+    return given.tolist()
+
+
+def test_ranks_may_be_in_different_numbers_of_groups(ranks: TwoRanks) -> None:
+    assert ranks(_groups_of_one_alone) == [[[14.0, 14.0]] * 3] * 2
+
+
+def _open_files_of_groups(place: torch.device) -> Any:
+    counts = []
+    for _ in range(4):
+        group = dist.new_group(backend="gloo")
+        rank_group.rank_group(group, 5)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        counts.append(len(os.listdir("/dev/fd")))
+    return counts[-1] - counts[0]
+
+
+def test_a_group_that_is_gone_leaves_no_file_open(ranks: TwoRanks) -> None:
+    assert ranks(_open_files_of_groups) == [0, 0]
 
 
 def _one_is_interrupted(place: torch.device) -> None:
@@ -674,7 +773,7 @@ print("alive in graphs:", group() is not None)
 
 
 def test_graphs_let_go_of_a_group_before_python_ends(tmp_path: Path) -> None:
-    """Whoever lets go of it last waits for gloo's threads, which need the GIL for the tensors of their last collective."""
+    """Freeing a group waits for gloo's threads, which need the GIL to free the tensors of their last collective."""
     command = [sys.executable, "-c", _ENDS, str(tmp_path / "rendezvous")]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     assert said.splitlines() == ["alive in graphs: True", "alive at the end: False"]

@@ -38,6 +38,24 @@ def test_two_runners_of_one_model_take_the_memory_of_one(make, model):
     assert first.stats.replayed > 3 < second.stats.replayed
 
 
+@pytest.mark.parametrize("slept", [False, True], ids=["new", "awake first"])
+def test_the_runner_with_the_smaller_buckets_may_make_the_buffers(make, model, slept):
+    first = make(model, X, [4, 16])
+    second = make(lambda x: model(x) * 3, X, [4, 8], pool=None, buffers_of=first)
+    if slept:
+        for runner in (first, second):
+            runner.capture(model.x(3))
+            runner.sleep()
+        gc.collect()
+    second.wake()
+    for _ in range(2):
+        assert close(second(model.x(7)), model(model.x(7)) * 3)
+    first.wake()
+    for _ in range(3):
+        assert close(first(model.x(15)), model(model.x(15)))
+    assert buffers(first) == buffers(second)
+
+
 def test_a_runner_whose_forward_writes_its_input_pads_the_other_ones_tail_anew(make, model):
     first = make(lambda x: x.cumsum(0) + x.sum(0), X, [4, 8])  # the tail counts
     second = make(writes, {**X, "extra": Input(0, 0.0)}, [4, 8], pool=None, buffers_of=first)

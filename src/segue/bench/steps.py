@@ -178,12 +178,10 @@ def _ways(
     return ways, missing
 
 
-def _place(
-    ways: Sequence[_Way], batch: int, context: int, generations: int, missing: list[Row], progress: Callable[[str], None]
-) -> list[Row]:
-    ids = FreshPrompt(ways[0].model, context, calls=0, batch=batch).ids
+def _warm_up(ways: Sequence[_Way], ids: Tensor, where: str, missing: list[Row]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Generate twice by each way: its tokens, and the seconds of both. A rival that fails is added to ``missing`` instead."""
     tokens: dict[str, Tensor] = {}
-    started: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for way in ways:
         begin = time.perf_counter()
         try:
@@ -192,12 +190,19 @@ def _place(
         except Exception as e:
             if not way.rival:
                 raise
-            missing.append({"rival": way.name, "where": f"batch {batch}, context {context}", "reason": reason(e)})
-            tokens.pop(way.name, None)
+            missing.append({"rival": way.name, "where": where, "reason": reason(e)})
             continue
         timing.synchronize()
-        started[way.name] = time.perf_counter() - begin
-    there = [way for way in ways if way.name in tokens]
+        seconds[way.name] = time.perf_counter() - begin
+    return tokens, seconds
+
+
+def _place(
+    ways: Sequence[_Way], batch: int, context: int, generations: int, missing: list[Row], progress: Callable[[str], None]
+) -> list[Row]:
+    ids = FreshPrompt(ways[0].model, context, calls=0, batch=batch).ids
+    tokens, started = _warm_up(ways, ids, f"batch {batch}, context {context}", missing)
+    there = [way for way in ways if way.name in started]
     taken: dict[str, list[float]] = {way.name: [] for way in there}
     full = {way.name: 0 for way in there}
     for _ in range(generations):

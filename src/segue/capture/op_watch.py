@@ -178,7 +178,8 @@ class OpWatch(_torch.WatchingMode):
             return  # without storage: a sparse one, or a wrapper, whose inner tensors come next
         if address in self._made or value.layout is not torch.strided:
             return
-        if op.fresh and value.device != self.pool.device.torch_device:  # a number on the host, as dynamo makes one of each float
+        # Dynamo makes a tensor on the host of each float. A graph reads it only from pinned memory.
+        if op.fresh and value.device != self.pool.device.torch_device and not value.is_pinned():
             self._fresh.append(value)
             self._made.add(address)
             return

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from segue.bench.result import BenchResult
 
 app = typer.Typer(
-    help="Measure, on a CUDA device.",
+    help="Measure, on a CUDA device. Without one most say only whether replays are right; ranks needs none.",
     epilog=examples("segue bench ttft -h", "segue bench breaks -f breaks.md"),
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
 Out = Annotated[Path | None, typer.Option("-f", "--out", help="Write the Markdown here too.")]
-Lengths = Annotated[list[int] | None, typer.Option("-n", "--tokens", help="A prompt length; repeatable.")]
+Lengths = Annotated[list[int] | None, typer.Option("-n", "--tokens", help="A length in tokens; repeatable.")]
 Buckets = Annotated[list[int] | None, typer.Option("-b", "--bucket", help="Rows of a bucket; repeatable.")]
 Times = Annotated[int, typer.Option(min=1, help="Measurements of each, of which the median counts.")]
 Rounds = Annotated[int, typer.Option("--times", min=2, help="Rounds; in each of them everything is measured once.")]

@@ -55,13 +55,11 @@ class BucketRecorder:
         pool: Pool,
         stream: Any,
         ladder: Ladder,
-        most: tuple[int, int],
         shared: InputBuffers,
         after_segment: Callable[[], object] | None = None,
     ) -> None:
         self.fn, self.binder, self.outputs, self.counters = fn, binder, outputs, counters
         self._ladder = list(ladder)
-        self._most = most  # padded tokens and requests of any call
         self.most_tokens = 0  # real ones of the call that is served, on any rank
         self.device, self.pool = device, pool
         self.stream = devices.stream_of(device, stream)
@@ -86,7 +84,7 @@ class BucketRecorder:
             buffer = self.buffers[i]
             if buffer is None:
                 spec = leaf.spec or shown[leaf]
-                most = self._most[0] if leaf.token else self._most[1] if leaf.request else 0
+                most = self.shared.most[0] if leaf.token else self.shared.most[1] if leaf.request else 0
                 buffer = self.shared.find(leaf, spec) or Buffer(leaf, spec, most + leaf.extra, self.device.torch_device)
                 if leaf.spec is not None:
                     self.buffers[i] = buffer

@@ -229,6 +229,7 @@ class Buckets:
             self.recorder.counters.fell_back(reason)
             return Lease(answer, None) if self._lease else answer
         self.graphs[slot] = captured
+        self.failed.pop(slot, None)  # capture() may try again
         if not captured.program.breaks and not self.warned_no_break and not getattr(strategy, "whole", False):
             self.warned_no_break = True
             log.warning(

@@ -79,7 +79,8 @@ class Precapture:
             held = [r for r in rungs if r[0] >= call.tokens and (r[1] or 0) >= call.requests]
             self._note_too_small(rungs, held)
             rungs = held
-        self.rungs = [r for r in rungs if self._graphs(r) is None and r[0] not in buckets.left_out]
+        self._may = [r for r in rungs if r[0] not in buckets.left_out]
+        self.rungs = [r for r in self._may if self._graphs(r) is None]
         self.done: list[Rung] = []
 
     def estimate(self) -> Cost:
@@ -102,7 +103,7 @@ class Precapture:
         start = time.perf_counter()
         before = self._attributes()
         collect_garbage()
-        self._agree_on_budget()
+        self._agree()
         progress = Progress(len(self.rungs), self._shown)
         with progress.showing(), generators_kept(self.recorder.device.torch_device):
             if self.buckets.budget is None:
@@ -193,15 +194,19 @@ class Precapture:
             return False
         return True
 
-    def _agree_on_budget(self) -> None:
-        """All ranks keep to the smallest budget of any."""
-        if self._ranks is not None:
-            mine = self.buckets.budget
-            least = -self._ranks.group.largest([-sys.maxsize if mine is None else -mine.limit])[0]
-            if mine is not None:
-                mine.limit = least
-            elif least < sys.maxsize:
-                self.buckets.budget = MemoryBudget(least)
+    def _agree(self) -> None:
+        """All ranks keep to the smallest budget of any, and capture the buckets that any has no graphs of and none leaves out."""
+        if self._ranks is None:
+            return
+        mine = self.buckets.budget
+        least = -self._ranks.group.largest([-sys.maxsize if mine is None else -mine.limit])[0]
+        if mine is not None:
+            mine.limit = least
+        elif least < sys.maxsize:
+            self.buckets.budget = MemoryBudget(least)
+        told = self._ranks.group.all((self._may, self.rungs))
+        self.rungs = [r for r in self._may if all(r in may for may, _ in told) and any(r in rungs for _, rungs in told)]
+        self._drop(*self.rungs)
 
     def _on_any_rank(self, *found: bool) -> list[bool]:
         """Whether each is so on some rank, where all decide alike though their memory differs."""

@@ -23,15 +23,19 @@ class RankGroup:
         group: the user's process group, of any backend.
         seconds: how long a rank waits for the others.
         sockets: whether ranks of one host may use sockets.
+
+    Raises:
+        RankError: another rank didn't make it too in time, or is gone.
     """
 
     def __init__(self, group: Any, seconds: float, sockets: bool = True) -> None:
-        self._gloo, self.seconds = _torch_ranks.gloo_group(group, seconds), seconds
-        self.rank, self.size = self._gloo.rank(), self._gloo.size()
+        self.rank, self.size, self.seconds = group.rank(), group.size(), seconds
         self.runners = 0  # that have asked for it, on this rank
-        self._sockets = connected(self.rank, self.size, seconds, self._objects) if sockets else None
+        self._lost, self._sockets = False, None
+        with self._all_come("make a runner"):
+            self._gloo = _torch_ranks.gloo_group(group, seconds)
+            self._sockets = connected(self.rank, self.size, seconds, self._objects) if sockets else None
         self._values = self._over_gloo() if self._sockets is None else self._sockets.values
-        self._lost = False
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """The largest of each value over all ranks. Each gives as many.
@@ -54,40 +58,43 @@ class RankGroup:
     def _objects(self, value: Any) -> list[Any]:
         return _torch_ranks.objects_of_ranks(self._gloo, value)
 
-    def _over_gloo(self) -> Callable[[Sequence[int]], list[list[int]]]:
+    def _over_gloo(self) -> Callable[[Sequence[int]], list[Sequence[int]]]:
         values_of_ranks = _torch_ranks.values_of_ranks(self._gloo)
 
-        def values(mine: Sequence[int]) -> list[list[int]]:
+        def values(mine: Sequence[int]) -> list[Sequence[int]]:
             arrived: set[int] = set()
             try:
-                return values_of_ranks(mine, arrived)
+                rows = values_of_ranks(mine, arrived)
             except Exception as e:
                 absent = set(range(self.size)) - arrived - {self.rank}
                 raise (MissingRanks(dict.fromkeys(absent, "did not come, or is gone")) if absent else e) from e
+            if elsewhere := [rank for rank, row in enumerate(rows) if row is None]:
+                raise MissingRanks(dict.fromkeys(elsewhere, "is at another call"))
+            return [row for row in rows if row is not None]
 
         return values
 
     @contextmanager
-    def _all_come(self) -> Iterator[None]:
+    def _all_come(self, doing: str = "agree on a call") -> Iterator[None]:
         if self._lost:
             raise self._is_lost()
         try:
             yield
         except Exception as e:
             self._lost = True
-            raise self._missed(e) from e
+            raise self._missed(e, doing) from e
         except BaseException:  # Ctrl-C, say: the others may have this call's values of this rank, which will never have theirs
             self._lost = True
             if self._sockets is not None:
                 self._sockets.close()
             raise
 
-    def _missed(self, error: Exception) -> RankError:
+    def _missed(self, error: Exception, doing: str) -> RankError:
         who = str(error) if isinstance(error, MissingRanks) else f"not all came ({str(error).partition(chr(10))[0][:200]})"
         return RankError(
-            f"rank {self.rank} of {self.size} waited up to {self.seconds:g} s for the others to agree on a call, and {who}. "
-            "Every rank of the group must make each call of the runner, one without work with 0 rows. If a rank only takes "
-            "longer, give group_timeout=; after this error make a new group and runner on all ranks."
+            f"rank {self.rank} of {self.size} waited up to {self.seconds:g} s for the others to {doing}, and {who}. "
+            "Every rank of the group must make the runner and each call of it, one without work with 0 rows. If a rank only "
+            "takes longer, give group_timeout=; after this error make a new group and runner on all ranks."
         )
 
     def _is_lost(self) -> RankError:
@@ -102,7 +109,7 @@ def rank_group(group: Any, seconds: float | None) -> RankGroup:
     long as the group itself does, and at most a minute.
 
     Raises:
-        UsageError: ``group`` is no process group, or this process isn't in it.
+        UsageError: ``group`` is no process group, or this process isn't in it. RankError: as :class:`RankGroup`.
     """
     if not _torch_ranks.is_process_group(group):
         raise UsageError(

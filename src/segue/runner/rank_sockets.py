@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _HEAD = 2  # numbers before the values: of the call, and when its rank came, in microseconds of the host's clock
+_all: weakref.WeakSet[RankSockets] = weakref.WeakSet()
 
 
 class MissingRanks(Exception):
@@ -26,13 +27,18 @@ class RankSockets:
     """One socket to each other rank.
 
     Args:
-        rank: this one. ``sockets``: to each other rank. ``seconds``: how long to wait for all of them.
+        rank: this one. ``sockets``: to each other rank. ``seconds``: the most that may lie between the first and the last one's
+            call.
+
+    A child that this process forks has none of them, so that the others notice when this process ends.
     """
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], seconds: float) -> None:
-        self._rank, self._others, self._seconds = rank, sorted(sockets.items()), seconds
-        self._calls = 0
+        self._rank, self._others = rank, sorted(sockets.items())
+        self._calls, self._limit = 0, int(seconds * 1e6)
+        self._patience = seconds + min(1.0, seconds / 4)  # so that who comes in time is heard in time
         self.close = weakref.finalize(self, _close, sockets.values())
+        _all.add(self)
 
     def values(self, values: Sequence[int]) -> list[Sequence[int]]:
         """The values of each rank, by rank, of which each gives as many.
@@ -46,6 +52,7 @@ class RankSockets:
         message = struct.pack(f"{_HEAD + len(values)}q", self._calls, now, *values)
         rows: list[Sequence[int]] = [values]
         missing: dict[int, str] = {}
+        came = {self._rank: now}
         for rank, other in self._others:
             try:
                 other.send(message)
@@ -55,7 +62,7 @@ class RankSockets:
             if rank in missing:
                 continue
             try:
-                other.settimeout(max(0.0, self._seconds - (time.monotonic() - start)))
+                other.settimeout(max(0.0, self._patience - (time.monotonic() - start)))
                 answer = other.recv(len(message) + 8)  # of a longer message it tells that it is one
             except (TimeoutError, BlockingIOError):
                 missing[rank] = "did not come"
@@ -65,16 +72,25 @@ class RankSockets:
             if not answer:
                 missing[rank] = "is gone"
                 continue
-            call, came, *theirs = struct.unpack(f"{len(answer) // 8}q", answer)
+            call, came[rank], *theirs = struct.unpack(f"{len(answer) // 8}q", answer)
             if call != self._calls or len(theirs) != len(values):
                 missing[rank] = "is at another call"
-            elif now - came > self._seconds * 1e6:
-                missing[rank] = "waited, and has gone on without this one"
             rows.append(theirs)
+        if not missing and max(came.values()) - min(came.values()) > self._limit:  # all ranks see this alike
+            missing = self._late(came)
         if missing:
             raise MissingRanks(missing)
         rows.insert(self._rank, rows.pop(0))
         return rows
+
+    def _late(self, came: dict[int, int]) -> dict[int, str]:
+        """The ranks that haven't met, of all that came: those that this one was too late for, else those that were too late."""
+        mine, first = came[self._rank], min(came, key=came.__getitem__)
+        gone = [rank for rank, then in came.items() if mine - then > self._limit]
+        if gone:
+            return dict.fromkeys(gone, "waited, and has gone on without this one")
+        late = [rank for rank, then in came.items() if then - came[first] > self._limit]
+        return dict.fromkeys(late, f"came too late for rank {first}")
 
 
 def connected(rank: int, size: int, seconds: float, tell: Callable[[Any], list[Any]]) -> RankSockets | None:
@@ -97,22 +113,31 @@ def connected(rank: int, size: int, seconds: float, tell: Callable[[Any], list[A
         if not all(tell(found)):
             _close(sockets.values())
             return None
-        while len(sockets) < size - 1:  # the others wait in the queue already
+        while listening is not None and len(sockets) < size - 1:  # the others wait in the queue already
             higher, _ = listening.accept()
             sockets[int.from_bytes(higher.recv(2), "little")] = higher
         return RankSockets(rank, sockets, seconds)
 
 
-def _listening(until_connected: contextlib.ExitStack) -> tuple[socket.socket, str | None]:
-    """A socket that other ranks of this host and user can connect to at a path; None if there can be none."""
-    listening = until_connected.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+def _listening(until_connected: contextlib.ExitStack) -> tuple[socket.socket, str] | tuple[None, None]:
+    """A socket that other ranks of this host and user can connect to, and its path; None if there can be none."""
     try:
+        listening = until_connected.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         path = os.path.join(until_connected.enter_context(tempfile.TemporaryDirectory(prefix="segue-")), "rank")
         listening.bind(path)
         listening.listen(1024)
-    except OSError:  # the path is too long, say
-        return listening, None
+    except (OSError, AttributeError):  # the path is too long, say, or the system has no such sockets
+        return None, None
     return listening, path
+
+
+def _close_in_child() -> None:
+    for sockets in list(_all):
+        sockets.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _close(sockets: Iterable[socket.socket]) -> None:

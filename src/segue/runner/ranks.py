@@ -67,7 +67,9 @@ class LockStep:
     def __init__(self, group: RankGroup, admission: Admission, left_out: dict[int, str]) -> None:
         self.group, self._admission, self._left_out = group, admission, left_out
         self._names = list(admission.strategies)
-        self._runner = group.runners
+        a = admission
+        ladders = [None if ladder is None else [*ladder] for ladder in (a.ladder, a.requests, *a.own.values())]
+        self._runner = repr((group.runners, ladders, a.max_padding, self._names))  # the same on all ranks
         group.runners += 1
         self._numbers: dict[Key, int] = {}
         self._known = _Known([{} for _ in range(group.size)])
@@ -200,9 +202,10 @@ class LockStep:
             RankError: another rank refuses its part.
         """
         known, news = self._known, None
-        if own is not None and known.told != (now := (weakref.ref(own.buckets), own.buckets.changes)):
+        if own is not None:  # what others have forgotten, as after recapture(), they are told again
             states = {self._id(slot): state for slot, state in own.buckets.states(_GRAPHS).items()}
-            known.told, news = now, (states, dict(self._left_out))
+            known.told = weakref.ref(own.buckets), own.buckets.changes
+            news = states, dict(self._left_out)
         text = None if error is None else f"{type(error).__name__}: {error}"
         answers = self.group.all((news, reason, text))
         for rank, (theirs, _, _) in enumerate(answers):

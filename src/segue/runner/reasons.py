@@ -47,7 +47,8 @@ UNLIKE_REFERENCE = Reason(
 VARIANTS = Reason("too many variants", "Raise max_variants=, or call with fewer combinations of flags and optional inputs")
 OVER_BUDGET = Reason("memory_budget", "Raise memory_budget=, or give fewer or smaller buckets")
 UNLIKE_RANKS = Reason(
-    "the ranks' calls are of different variants", "Give the same flags and optional inputs on all ranks, to the same runner"
+    "the ranks' calls are of different variants",
+    "Give the same flags and optional inputs on all ranks, to the same runner with the same buckets and strategies",
 )
 OUT_OF_STEP = Reason(
     "the ranks' graphs of this bucket are not at the same stage",

@@ -307,7 +307,8 @@ class GraphRunner(ServingRunner):
         self.guard.check_place(device.torch_device)
         if theirs is None:
             own = self._pool is None and self._budget is not None
-            pool, buffers = device.new_pool() if own else devices.pool_of(device, self._pool), InputBuffers()
+            pool = device.new_pool() if own else devices.pool_of(device, self._pool)
+            buffers = InputBuffers(self.admission.most)
         else:
             pool, buffers = devices.pool_of(device, theirs.pool), theirs.shared
         self._binder = Binder(self.fn, self.inputs)
@@ -319,7 +320,7 @@ class GraphRunner(ServingRunner):
         """Begin without graphs."""
         outputs = Outputs(*self._output_dims, self._binder.label)
         recorder = BucketRecorder(
-            self.fn, self._binder, outputs, self._counters, device, pool, self._stream, self.ladder, self.admission.most,
+            self.fn, self._binder, outputs, self._counters, device, pool, self._stream, self.ladder,
             buffers, self._after_segment,
         )  # fmt: skip
         self._left_out.clear()

@@ -119,11 +119,12 @@ class Buffer:
 class InputBuffers:
     """The buffers of a runner's inputs by name, or of several runners that share them and a pool. Who uses them keeps them alive.
 
-    ``lock``: one call at a time fills them. It is taken before the pool's turn.
+    ``most``: the most padded tokens and requests of any call of all the runners, whichever makes a buffer. ``lock``: one call at
+    a time fills them. It is taken before the pool's turn.
     """
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
+    def __init__(self, most: tuple[int, int]) -> None:
+        self.most, self.lock = most, threading.RLock()
         self._named: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary()
 
     def find(self, leaf: Leaf, spec: Spec) -> Buffer | None:

@@ -38,7 +38,8 @@ def accelerate(
 
     The embedding and the head stay the model's own, outside the graphs; attention and the KV cache, or the whole modules that
     mix tokens, run live, in the breaks between them, by the model's own code. What can't be served that way runs the untouched
-    forward and is counted, with the reason, in the handle's ``stats``.
+    forward and is counted, with the reason, in the handle's ``stats``. First tokens of fresh prompts, and steps of one token for
+    each sequence, are one graph from ids to logits where the model allows it: attention, cache and head are in it then.
 
     A model without a decoder or cache, such as BERT, runs its whole forward, masks included, as one graph for each padded length
     and number of rows. ``max_tokens`` is then that of one graph: larger batches run in pieces, and longer rows untouched.
