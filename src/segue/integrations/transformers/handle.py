@@ -255,6 +255,7 @@ class Accelerated(OneRowHandle):
             if not isinstance(out, str):
                 return out
             call = out
+        self._here.declined = None  # it is counted as untouched
         return self._untouched_forward(call, args, kwargs)
 
     def _answer(self, call: DecoderCall) -> Any:
