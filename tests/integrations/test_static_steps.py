@@ -17,8 +17,8 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation import CompileConfig
 
 from integrations.test_steps import flow, padded
-from integrations.twins import Twins, cached, close, declined, full, held, poison
-from segue.integrations.transformers import decode_body, decode_server
+from integrations.twins import Twins, cached, close, declined, fail_in_a_step, full, held, poison, take_turns
+from segue.integrations.transformers import decode_server
 from segue.integrations.transformers.resident_layers import residence_of
 
 Start = Callable[..., Any]
@@ -161,16 +161,9 @@ def test_a_mask_that_goes_on_is_not_read_again(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_caches_take_turns(family: str, start: Start, said: Said) -> None:
+def test_caches_take_turns(family: str, start: Start) -> None:
     handle = start(family)
-    talks = [twins(handle, 40), twins(handle, 50), Twins(handle)]
-    for at, talk in enumerate(talks):
-        talk.say(said(1 + at // 2, 5 + 4 * at))
-    for turn in range(5):
-        for at, talk in enumerate(talks):
-            talk.steps(1, 10 * turn + at)
-            for each in talks:
-                each.check()
+    take_turns([twins(handle, 40), twins(handle, 50), Twins(handle)])
     assert full(handle) > 8 and not handle.stats.declined
 
 
@@ -365,23 +358,13 @@ def test_what_earlier_caches_left_is_never_read(family: str, start: Start, said:
 def test_a_step_that_fails_leaves_the_cache_as_it_was(
     steps: int, start: Start, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise ZeroDivisionError("a test")
-
     handle = start("llama")
     begun(handle, said, 2)
     talk = twins(handle)
     talk.say(said())
     if steps:
         talk.steps(steps)
-    if steps < 2:  # a warm-up or a capture, which has run all layers
-        hidden = decode_body.DecodeBody.hidden
-        monkeypatch.setattr(decode_body.DecodeBody, "hidden", lambda *given: fail(hidden(*given)))
-    else:
-        monkeypatch.setattr(type(handle._decode._runner), "__call__", fail)
-    with torch.no_grad(), pytest.raises(ZeroDivisionError):
-        handle(said(1, 1), **cached(handle, talk.ours))
-    monkeypatch.undo()
+    fail_in_a_step(talk, steps, monkeypatch)
     for (n, *got), (m, *want) in zip(held(talk.ours), held(talk.theirs), strict=True):
         assert n == m
         for a, b in zip(got, want, strict=True):

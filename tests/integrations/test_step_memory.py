@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from integrations.twins import Twins, cached, close, declined, full, held, memory_of, poison
+from integrations.twins import Twins, cached, close, declined, fail_in_a_step, full, held, memory_of, poison
 from segue.devices import Device
-from segue.integrations.transformers import decode_body, decode_server, resident_memory
+from segue.integrations.transformers import decode_server, resident_memory
 from segue.integrations.transformers.resident_layers import residence_of
 
 Start = Callable[..., Any]
@@ -231,22 +231,11 @@ def test_a_step_that_fails_leaves_the_cache_as_it_was(
     talk.say(said())
     if steps:
         talk.steps(steps)
-    if steps < 2:  # a warm-up or a capture, which has run all layers
-        hidden = decode_body.DecodeBody.hidden
-        monkeypatch.setattr(decode_body.DecodeBody, "hidden", lambda *given: _fail(hidden(*given)))
-    else:
-        monkeypatch.setattr(type(handle._decode._runner), "__call__", _fail)
-    with torch.no_grad(), pytest.raises(ZeroDivisionError):
-        handle(said(1, 1), **cached(handle, talk.ours))
-    monkeypatch.undo()
+    fail_in_a_step(talk, steps, monkeypatch)
     talk.check()
     talk.steps(5, 1)
     begun(handle, said, 3).steps(3)
     assert full(handle) > 3 and not handle.stats.eager
-
-
-def _fail(*_: Any, **__: Any) -> None:
-    raise ZeroDivisionError("a test")
 
 
 def test_threads_have_their_own_conversations(start: Start, said: Said) -> None:

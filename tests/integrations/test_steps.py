@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from integrations import families
-from integrations.twins import Twins, cache_of, cached, close, declined, full, held, reset_empties
+from integrations.twins import Twins, cache_of, cached, close, declined, full, held, reset_empties, take_turns
 from property.budget import NIGHTLY
 from segue.devices import Device
 from segue.integrations.transformers import accelerate
@@ -159,16 +159,9 @@ def test_a_cache_that_the_untouched_model_filled_is_taken_in(start: Start, said:
     assert full(handle) > 5 and not handle.stats.declined
 
 
-def test_conversations_take_turns(start: Start, said: Callable[..., Tensor]) -> None:
+def test_conversations_take_turns(start: Start) -> None:
     handle = start("gemma2")
-    talks = [Twins(handle) for _ in range(3)]
-    for at, talk in enumerate(talks):
-        talk.say(said(1 + at // 2, 5 + 4 * at))
-    for turn in range(5):
-        for at, talk in enumerate(talks):
-            talk.steps(1, 10 * turn + at)
-            for each in talks:
-                each.check()
+    take_turns([Twins(handle) for _ in range(3)])
     assert full(handle) > 8 and not handle.stats.declined
 
 

@@ -126,6 +126,15 @@ def test_the_models_own_errors_stay_its_own(make: Make, graphed: Make, ids: Make
     assert handle.stats.reasons == {"not exactly one of input_ids and inputs_embeds": 1}
 
 
+def test_ids_without_dimensions_are_the_models_own_error(start: Any) -> None:
+    handle, errors = start(), []
+    for how in (handle.untouched(), handle.breakable_only()):
+        with how, torch.no_grad(), pytest.raises(IndexError) as raised:
+            handle.module.model(torch.tensor(3, device=handle.device))
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1] and handle.stats.reasons == {"inputs of 0 dimensions instead of [batch, tokens]": 1}
+
+
 @pytest.mark.parametrize("name", ["input_ids", "position_ids"])
 def test_lists_in_the_place_of_tensors_get_the_models_own_answer_or_error(
     make: Make, graphed: Make, ids: Make, name: str

@@ -7,10 +7,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from segue.integrations.transformers import names
+from segue.integrations.transformers import decode_body, names
 
 FIRST_ID, LAST_ID = 10, 96  # of ordinary tokens, in every tiny model
 
@@ -127,3 +128,32 @@ def close(got: Tensor, want: Tensor) -> None:
     """Equal to rounding."""
     most = 1e-4 if want.dtype is torch.float32 else 5e-2
     torch.testing.assert_close(got, want, rtol=most, atol=most)
+
+
+def take_turns(talks: list[Twins]) -> None:
+    """Let conversations of several sequences and lengths decode in turns. All caches must be right after each step."""
+    for at, talk in enumerate(talks):
+        talk.say(tokens(talk.handle.device, 1 + at // 2, 5 + 4 * at))
+    for turn in range(5):
+        for at, talk in enumerate(talks):
+            talk.steps(1, 10 * turn + at)
+            for each in talks:
+                each.check()
+
+
+def fail_in_a_step(talk: Twins, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the next step of a conversation fail that has made so many: behind all layers where it would be warmed up or
+    captured, before the graph where it would be replayed."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a test")
+
+    handle, body = talk.handle, decode_body.DecodeBody
+    hidden = body.hidden
+    with monkeypatch.context() as broken:
+        if steps < 2:
+            broken.setattr(body, "hidden", lambda *given: fail(hidden(*given)))
+        else:
+            broken.setattr(type(handle._decode._runner), "__call__", fail)
+        with torch.no_grad(), pytest.raises(ZeroDivisionError):
+            handle(tokens(handle.device, 1, 1), **cached(handle, talk.ours))

@@ -75,12 +75,12 @@ class DecoderCallReader:
         shape = ids.shape if ids is not None else embeds.shape[:-1]
         asked = requested_output({**given, **rest}, self._config)
         states = asked is HIDDEN_STATES
-        cache, packed = _packed(cache, rest) if shape[0] == 1 and positions is not None else (cache, None)
+        cache, packed = _packed(cache, rest) if shape[:1] == (1,) and positions is not None else (cache, None)
         reason = (
             (None if states else asked)
             or (self._unknown({**given, **rest}) if packed is None else None)
             or _shapes(shape, positions)
-            or self._mask(mask)
+            or self._mask(mask, shape[0])
             or self._cache(cache, use_cache)
         )
         return reason or DecoderCall(
@@ -101,13 +101,13 @@ class DecoderCallReader:
         strange = [k for k, v in rest.items() if v is not None and not k.startswith("output_")]
         return next((reasons.unknown_argument(name) for name in strange if self._reads(name)), None)
 
-    def _mask(self, mask: Any) -> str | None:
+    def _mask(self, mask: Any, batch: int) -> str | None:
         if isinstance(mask, dict):
             kinds = set(getattr(self._config, "layer_types", None) or ())
             return None if kinds and kinds <= set(mask) else reasons.MASK_KINDS
-        if mask is None or (isinstance(mask, Tensor) and mask.dim() in (2, 4)):
+        if mask is None or (isinstance(mask, Tensor) and (mask.dim() == 4 or (mask.dim() == 2 and len(mask) == batch))):
             return None
-        return reasons.MASK
+        return reasons.MASK  # of one for another number of sequences each model makes something else
 
     def _cache(self, cache: Any, use_cache: bool) -> str | None:
         if cache is None:

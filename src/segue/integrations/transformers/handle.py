@@ -255,7 +255,6 @@ class Accelerated(OneRowHandle):
             if not isinstance(out, str):
                 return out
             call = out
-        self._here.declined = None  # it is counted as untouched
         return self._untouched_forward(call, args, kwargs)
 
     def _answer(self, call: DecoderCall) -> Any:
@@ -313,9 +312,7 @@ class Accelerated(OneRowHandle):
 
         ``run``: None for the runner, in the bucket of ``decision``, by prime where the prompt is fresh.
         """
-        decoder, mask = self._decoder, call.attention_mask
-        if isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) != call.batch:
-            raise RunsUntouched(reasons.MASK)  # which each model makes something else of
+        decoder = self._decoder
         embeds = call.embeds if call.embeds is not None else decoder.get_input_embeddings()(call.input_ids)
         cache = names.new_cache(decoder.config) if call.use_cache and call.cache is None else call.cache
         positions = call.positions(cache, embeds.device)

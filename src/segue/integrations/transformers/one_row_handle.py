@@ -64,7 +64,10 @@ class OneRowHandle(ProvenHandle):
                     return self._model_forward(*args, **kwargs)
             if out is not None:
                 return out
-        return self._model_forward(*args, **kwargs)
+        try:
+            return self._model_forward(*args, **kwargs)
+        finally:
+            self._here.declined = None  # whoever served the decoder has counted it
 
     def _one_row(self, given: dict[str, Any]) -> Any:
         """The model's output for a fresh prompt or a step, out of one graph; None where that can't serve it, and the decoder's

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -24,6 +24,16 @@ _HELD = {"keys", "values", "cumulative_length", "cumulative_length_int"}  # what
 _OURS = ("residence", "at", "kind")  # attributes of a resident layer, in the order in which they go
 
 
+def _lying(name: str, get: Callable[[Any], Any]) -> Any:
+    """The attribute ``name`` of a resident layer, read by ``get``. Who assigns it makes a layer of its own class of it."""
+
+    def put(layer: Any, value: Any) -> None:
+        leave(layer)
+        setattr(layer, name, value)
+
+    return property(get, put)
+
+
 class _Resident:
     """What overrides parts of a layer's own class. The layer's attributes ``residence`` and ``at`` say where it lies.
 
@@ -31,24 +41,8 @@ class _Resident:
     """
 
     _layer_type = None  # or transformers takes the subclass for the class of all such layers
-
-    @property
-    def keys(self) -> Tensor:
-        return _view(self, 0)
-
-    @keys.setter
-    def keys(self, value: Any) -> None:
-        leave(self)
-        self.keys = value
-
-    @property
-    def values(self) -> Tensor:
-        return _view(self, 1)
-
-    @values.setter
-    def values(self, value: Any) -> None:
-        leave(self)
-        self.values = value
+    keys = _lying("keys", lambda layer: _view(layer, 0))
+    values = _lying("values", lambda layer: _view(layer, 1))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         residence = residence_of(self)
@@ -76,52 +70,18 @@ class _Growing:
 
 class _Sliding:
     get_seq_length = _Growing.get_seq_length
-
-    @property
-    def cumulative_length(self) -> int:
-        return _length(self)
-
-    @cumulative_length.setter
-    def cumulative_length(self, value: Any) -> None:
-        leave(self)
-        self.cumulative_length = value
-
-    @property
-    def record_past(self) -> bool:
-        return False  # or it couldn't lie here
-
-    @record_past.setter
-    def record_past(self, value: Any) -> None:
-        leave(self)
-        self.record_past = value
+    cumulative_length = _lying("cumulative_length", lambda layer: _length(layer))
+    record_past = _lying("record_past", lambda layer: False)  # or it couldn't lie here
 
 
 class _Static:
     """Of a layer of a static cache. Who changes its tensors in place changes what lies in the residence."""
 
-    @property
-    def cumulative_length(self) -> Tensor:
-        at: int | None = vars(self).get("at")
-        residence = residence_of(self)
-        if at is None or not isinstance(residence, StaticResidence):  # it has left meanwhile
-            return vars(self)["cumulative_length"]  # type: ignore[no-any-return]
-        return residence.counts[at]
-
-    @cumulative_length.setter
-    def cumulative_length(self, value: Any) -> None:
-        leave(self)
-        self.cumulative_length = value
+    cumulative_length = _lying("cumulative_length", lambda layer: _count(layer))
 
 
 class _StaticSliding:
-    @property
-    def cumulative_length_int(self) -> int:
-        return _length(self)
-
-    @cumulative_length_int.setter
-    def cumulative_length_int(self, value: int) -> None:
-        leave(self)
-        self.cumulative_length_int = value
+    cumulative_length_int = _lying("cumulative_length_int", lambda layer: _length(layer))
 
 
 def _parts(kind: type) -> tuple[type, ...]:
@@ -145,7 +105,6 @@ def _resident_class(kind: Any) -> type:
 
 def enter(layers: list[Any], residence: Residence) -> None:
     """Have the layers of a cache lie in ``residence``, which holds what they hold."""
-
     known = weakref.ref(residence)  # a residence that its layers' references hold would be a cycle
 
     def where() -> Residence:
@@ -238,6 +197,14 @@ def _held(layer: Any) -> dict[str, Any]:
 def _length(layer: Any) -> int:
     residence = residence_of(layer)
     return residence.length if residence is not None else layer.get_seq_length()  # it has left meanwhile
+
+
+def _count(layer: Any) -> Tensor:
+    at: int | None = vars(layer).get("at")
+    residence = residence_of(layer)
+    if at is None or not isinstance(residence, StaticResidence):  # it has left meanwhile
+        return vars(layer)["cumulative_length"]  # type: ignore[no-any-return]
+    return residence.counts[at]
 
 
 def _view(layer: Any, which: int) -> Tensor:
